@@ -1,0 +1,1 @@
+"""Leases with tickets that only grow: in the store, or in ZooKeeper."""

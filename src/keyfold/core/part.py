@@ -1,0 +1,25 @@
+"""What a part brings to the product: settings, topics, routes, loops, commands. Core mounts them and knows no part."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from keyfold.core.topics.topic import TopicSpec
+
+if TYPE_CHECKING:
+    from keyfold.core.context import Context
+    from keyfold.core.loops import Loop
+    from keyfold.core.route import Route
+
+
+class Part(Struct, frozen=True, kw_only=True):
+    """A part of the product. `commands` names a Typer app, `module:attribute`, imported only when it is called."""
+
+    name: str
+    summary: str
+    topics: Sequence[TopicSpec] = ()
+    settings: type[Struct] | None = None
+    routes: "Callable[[Context], Sequence[Route]] | None" = None
+    loops: "Callable[[Context], Sequence[Loop]] | None" = None
+    commands: str | None = None

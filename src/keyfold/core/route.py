@@ -1,0 +1,30 @@
+"""An endpoint as data: what it takes, what it answers, who may call it. The HTTP door mounts it and documents it."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from keyfold.core.errors import KeyfoldError
+from keyfold.core.gather import Ask, Operation, Outcome
+
+Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
+
+
+class Route(Struct, frozen=True, kw_only=True):
+    """`run` is either a gathered operation or a function that a worker thread calls for one request."""
+
+    method: Method
+    path: str  # "/v1/tallies/{key}"; parts of the path arrive in Ask.path as text
+    summary: str
+    scope: str
+    run: Operation | Callable[[Ask], Outcome]
+    body: type[Struct] | None = None
+    query: type[Struct] | None = None
+    answer: Any = None
+    status: int = 200
+    if_match: bool = False  # an edit: If-Match with the version is needed
+    idempotent: bool = False  # a write: Idempotency-Key is taken
+    errors: tuple[type[KeyfoldError], ...] = ()
+    description: str = ""
+    tag: str = ""

@@ -1,0 +1,157 @@
+"""A batch of rows as named columns: aggregated by key, sorted by key, and rendered for each database.
+
+Every write goes through here. Sorting gives all writers one lock order (188,000 against 800 events/s with four
+writers on PostgreSQL), aggregating keeps one key from standing twice in a statement, which `ON CONFLICT` refuses.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
+
+from keyfold.core.store.schema import SIGN_BIT, UInt64
+from keyfold.core.store.store import Transaction
+
+Columns = Mapping[str, Sequence[Any]]
+Row = tuple[Any, ...]
+Fold = Callable[[Any, Any], Any]
+
+
+def add(before: Any, more: Any) -> Any:
+    return before + more
+
+
+def latest(_: Any, more: Any) -> Any:
+    return more
+
+
+def aggregated(columns: Columns, key: Sequence[str], folds: Mapping[str, Fold]) -> dict[str, list[Any]]:
+    """One row a key, sorted by key; each further column is folded with the rows of the same key, in their order."""
+    rest = [name for name in columns if name not in key]
+    if missing := [name for name in rest if name not in folds]:
+        raise ValueError(f"no fold for {', '.join(missing)}")
+    by_key: dict[Row, list[Any]] = {}
+    fold = [folds[name] for name in rest]
+    for row_key, values in zip(_rows(columns, key), _rows(columns, rest), strict=True):
+        before = by_key.get(row_key)
+        if before is None:
+            by_key[row_key] = list(values)
+        else:
+            for index, value in enumerate(values):
+                before[index] = fold[index](before[index], value)
+    ordered = sorted(by_key)
+    result: dict[str, list[Any]] = {name: [row_key[index] for row_key in ordered] for index, name in enumerate(key)}
+    for index, name in enumerate(rest):
+        result[name] = [by_key[row_key][index] for row_key in ordered]
+    return result
+
+
+def in_key_order(columns: Columns, key: Sequence[str]) -> dict[str, list[Any]]:
+    """The rows sorted by key; a key that stands twice is a mistake of the caller."""
+    names = [*key, *(name for name in columns if name not in key)]
+    keys = list(_rows(columns, key))
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    for earlier, later in itertools.pairwise(order):
+        if keys[earlier] == keys[later]:
+            raise ValueError(f"the key {keys[later]!r} stands twice in one batch")
+    return {name: [columns[name][index] for index in order] for name in names}
+
+
+def stored(table: sa.Table, columns: Columns) -> list[Sequence[Any]]:
+    """The columns as the driver takes them."""
+    return [
+        [None if value is None else value - SIGN_BIT for value in values]
+        if isinstance(table.c[name].type, UInt64)
+        else values
+        for name, values in columns.items()
+    ]
+
+
+def source(tx: Transaction, table: sa.Table, columns: Columns) -> tuple[str, Any]:
+    """A `SELECT` or `VALUES` of the batch for the driver, and its parameters.
+
+    Keys, numbers and text only: SQLite's JSON holds 64-bit integers exactly but rounds floats its own way.
+    """
+    names = tuple(columns)
+    values = stored(table, columns)
+    if tx.is_sqlite:
+        return _json_source(table, names), (_as_json(table, names, values),)
+    if tx.engine.unnest:
+        return _array_source(table, names), tuple(list(column) for column in values)
+    row = "(" + ", ".join(f"%s::{_postgres_type(table, name)}" for name in names) + ")"
+    count = len(values[0])
+    return "VALUES " + ", ".join([row] * count), tuple(value for each in zip(*values, strict=True) for value in each)
+
+
+def relation(tx: Transaction, table: sa.Table, columns: Columns, name: str = "batch") -> sa.FromClause:
+    """The batch as something a SQLAlchemy statement can select from or join; columns are typed as in `table`."""
+    typed = {column: table.c[column].type for column in columns}
+    if tx.is_sqlite:
+        values = _as_json(table, tuple(columns), stored(table, columns))
+        each = sa.func.json_each(sa.bindparam(f"{name}_rows", values, sa.LargeBinary())).table_valued("value")
+        picked = [
+            sa.type_coerce(_json_item(each.c.value, index, kind), kind).label(column)
+            for index, (column, kind) in enumerate(typed.items())
+        ]
+        return sa.select(*picked).subquery(name)
+    if tx.engine.unnest:
+        arrays = [
+            sa.cast(sa.bindparam(f"{name}_{column}", list(columns[column])), postgresql.ARRAY(kind))
+            for column, kind in typed.items()
+        ]
+        listed = [sa.column(column, kind) for column, kind in typed.items()]
+        return sa.func.unnest(*arrays).table_valued(*listed, name=name).render_derived()
+    listed = [sa.column(column, kind) for column, kind in typed.items()]
+    rows = list(zip(*columns.values(), strict=True))
+    return sa.values(*listed, name=name).data(rows)
+
+
+def _rows(columns: Columns, names: Sequence[str]) -> Iterable[Row]:
+    if not names:
+        return [()] * len(next(iter(columns.values())))
+    return zip(*(columns[name] for name in names), strict=True)
+
+
+def _as_json(table: sa.Table, names: tuple[str, ...], values: list[Sequence[Any]]) -> bytes:
+    ready = [
+        [None if value is None else value.hex() for value in column]
+        if isinstance(table.c[name].type, sa.LargeBinary)
+        else column
+        for name, column in zip(names, values, strict=True)
+    ]
+    return msgspec.json.encode(list(zip(*ready, strict=True)))
+
+
+def _json_item(value: Any, index: int, kind: sa.types.TypeEngine[Any]) -> Any:
+    item = sa.func.json_extract(value, f"$[{index}]")
+    return sa.func.unhex(item) if isinstance(kind, sa.LargeBinary) else item
+
+
+@cache
+def _json_source(table: sa.Table, names: tuple[str, ...]) -> str:
+    picked = []
+    for index, name in enumerate(names):
+        item = f"value ->> {index}"
+        picked.append(f"unhex({item})" if isinstance(table.c[name].type, sa.LargeBinary) else item)
+    return (
+        "SELECT "
+        + ", ".join(f"{item} AS {name}" for item, name in zip(picked, names, strict=True))
+        + (
+            " FROM json_each(?) WHERE true"  # `WHERE true` keeps ON CONFLICT from being read as a join condition
+        )
+    )
+
+
+@cache
+def _array_source(table: sa.Table, names: tuple[str, ...]) -> str:
+    arrays = ", ".join(f"%s::{_postgres_type(table, name)}[]" for name in names)
+    return f"SELECT * FROM unnest({arrays}) AS rows ({', '.join(names)})"
+
+
+@cache
+def _postgres_type(table: sa.Table, name: str) -> str:
+    return str(table.c[name].type.compile(dialect=postgresql.dialect()))  # type: ignore[no-untyped-call]

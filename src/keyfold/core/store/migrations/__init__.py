@@ -1,0 +1,1 @@
+"""Alembic's scripts: one numbered file a change, written for both databases."""

@@ -1,0 +1,121 @@
+"""The server store: PostgreSQL 15 or newer through psycopg 3, alone or as a Citus cluster.
+
+READ COMMITTED throughout: no invariant rests on the isolation level. Statement, lock and idle time-outs bound
+every transaction on the server's side, so that a stuck client cannot hold a row for longer than the settings say.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import sqlalchemy as sa
+
+from keyfold.core.errors import (
+    DataRefused,
+    KeyfoldError,
+    LostRace,
+    StoreFull,
+    StoreRefused,
+    StoreUnreachable,
+)
+from keyfold.core.limits import Limits
+
+VERSION_MIN = 150_000
+
+RETRY_STATES = {"40001", "40P01", "55P03", "57014", "25P03"}
+FULL_STATES = {"53100", "53200"}
+GONE_STATES = {"57P01", "57P02", "57P03", "53300"}
+
+
+class PostgresEngine:
+    """Opens connections to one database and says what its errors mean."""
+
+    name = "postgresql"
+
+    def __init__(self, url: sa.URL, limits: Limits, connections_max: int) -> None:
+        try:
+            import psycopg  # noqa: F401
+        except ImportError:
+            raise StoreRefused("psycopg is not installed", hint="pip install 'keyfold[postgres]'") from None
+        milliseconds = {
+            "statement_timeout": limits.transaction_seconds_max * 1000,
+            "lock_timeout": limits.lock_seconds_max * 1000,
+            "idle_in_transaction_session_timeout": limits.transaction_seconds_max * 1000,
+        }
+        options = " ".join(f"-c {name}={value}" for name, value in milliseconds.items())
+        self._engine = sa.create_engine(
+            url.set(drivername="postgresql+psycopg"),
+            pool_size=connections_max,
+            max_overflow=0,
+            pool_timeout=limits.lock_seconds_max,
+            connect_args={
+                "options": options,
+                "connect_timeout": limits.lock_seconds_max,
+                "application_name": "keyfold",
+                "keepalives_idle": 10,
+                "keepalives_interval": 5,
+                "keepalives_count": 3,
+                "tcp_user_timeout": limits.transaction_seconds_max * 1000,
+            },
+        )
+        self._reader = self._engine.execution_options(isolation_level="AUTOCOMMIT")
+        self._citus: bool | None = None
+
+    @property
+    def unnest(self) -> bool:
+        """Arrays render a batch best, except on Citus, where rows of VALUES route and unnest does not."""
+        if self._citus is None:
+            with self._reader.connect() as connection:
+                self._citus = bool(
+                    connection.exec_driver_sql("SELECT count(*) FROM pg_extension WHERE extname = 'citus'").scalar()
+                )
+        return not self._citus
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[sa.Connection]:
+        with self._engine.connect() as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[sa.Connection]:
+        with self._reader.connect() as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[sa.Connection]:
+        with self._engine.connect() as connection:
+            connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+            yield connection
+            connection.rollback()
+
+    def commit(self, connection: sa.Connection) -> None:
+        connection.commit()
+
+    def rollback(self, connection: sa.Connection) -> None:
+        connection.rollback()
+
+    def now_us(self, connection: sa.Connection) -> int:
+        """The server's clock: workers on skewed machines agree on it."""
+        return int(
+            connection.exec_driver_sql("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint").scalar_one()
+        )
+
+    def meaning(self, error: sa.exc.DBAPIError) -> KeyfoldError | None:
+        """What a driver's error means to us; LostRace and StoreUnreachable are tried again."""
+        state = getattr(error.orig, "sqlstate", None) or ""
+        text = str(error.orig).strip().splitlines()[0] if str(error.orig).strip() else type(error.orig).__name__
+        if state in RETRY_STATES:
+            return LostRace(text)
+        if state in FULL_STATES:
+            return StoreFull("the store has no room", hint="Free room; nothing was changed")
+        if state in GONE_STATES or state.startswith("08") or error.connection_invalidated:
+            return StoreUnreachable(text)
+        if state in {"28P01", "28000", "3D000", "42501"}:
+            return StoreRefused(text, hint="Look at store.url")
+        if state[:2] in {"22", "23"}:
+            return DataRefused(text)
+        if not state and isinstance(error, sa.exc.OperationalError):
+            return StoreUnreachable(text)
+        return None
+
+    def close(self) -> None:
+        self._engine.dispose()

@@ -1,0 +1,236 @@
+"""The write shapes that every part uses: increment, insert what is new, compare-and-set, locking load, delete.
+
+Each is one statement (or one executemany on SQLite) for the whole batch, in key order, over the primary key.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import sqlalchemy as sa
+
+from keyfold.core.errors import LostRace
+from keyfold.core.store import batch
+from keyfold.core.store.batch import Columns, Row
+from keyfold.core.store.schema import SIGN_BIT, UInt64, key_names
+from keyfold.core.store.store import Transaction
+
+VERSION = "version"
+
+
+def increment(
+    tx: Transaction,
+    table: sa.Table,
+    columns: Columns,
+    *,
+    least: Sequence[str] = (),
+    greatest: Sequence[str] = (),
+    latest: Sequence[str] = (),
+    returning: Sequence[str] = (),
+) -> dict[Row, Row]:
+    """Add the batch to the stored rows, making those that are missing; columns not named otherwise are summed.
+
+    Right under concurrency because the database adds to what is there when it holds the row.
+    Returns the chosen columns by key, as they are after the change.
+    """
+    key = key_names(table)
+    folds: dict[str, batch.Fold] = {name: batch.add for name in columns if name not in key}
+    folds |= dict.fromkeys(least, min) | dict.fromkeys(greatest, max) | dict.fromkeys(latest, batch.latest)
+    rows = batch.aggregated(columns, key, folds)
+    if not rows[key[0]]:
+        return {}
+    how = tuple((name, _how(name, least, greatest, latest)) for name in rows if name not in key)
+    if tx.is_sqlite:
+        values = list(zip(*batch.stored(table, rows), strict=True))
+        marks = ", ".join("?" * len(rows))
+        tx.driver(f"{_into(table, tuple(rows))} VALUES ({marks}) {_add_up(table, how, True)}", values)
+        return load(tx, table, {name: rows[name] for name in key}, returning) if returning else {}
+    rendered, parameters = batch.source(tx, table, rows)
+    answer = f" RETURNING {_qualified(table, (*key, *returning))}" if returning else ""
+    result = tx.driver(f"{_into(table, tuple(rows))} {rendered} {_add_up(table, how, False)}{answer}", parameters)
+    return _by_key(result, table, key, returning) if returning else {}
+
+
+def insert_new(tx: Transaction, table: sa.Table, columns: Columns) -> set[Row]:
+    """Insert the rows whose key is not there yet, and return the keys that were new. A mark is such a row.
+
+    Two writers of one key: the second waits for the first to commit or roll back, and then sees it.
+    """
+    key = key_names(table)
+    rows = batch.in_key_order(columns, key)
+    if not rows[key[0]]:
+        return set()
+    rendered, parameters = batch.source(tx, table, rows)
+    result = tx.driver(
+        f"{_into(table, tuple(rows))} {rendered} ON CONFLICT DO NOTHING RETURNING {', '.join(key)}", parameters
+    )
+    return set(_by_key(result, table, key, ()))
+
+
+def insert(tx: Transaction, table: sa.Table, columns: Columns) -> None:
+    """Insert rows whose keys cannot be there."""
+    key = key_names(table)
+    rows = batch.in_key_order(columns, key)
+    if not rows[key[0]]:
+        return
+    if tx.is_sqlite:
+        values = list(zip(*batch.stored(table, rows), strict=True))
+        tx.driver(f"{_into(table, tuple(rows))} VALUES ({', '.join('?' * len(rows))})", values)
+    else:
+        rendered, parameters = batch.source(tx, table, rows)
+        tx.driver(f"{_into(table, tuple(rows))} {rendered}", parameters)
+
+
+def load(tx: Transaction, table: sa.Table, keys: Columns, wanted: Sequence[str]) -> dict[Row, Row]:
+    """The wanted columns of the rows that are there, by key. `keys` may name a prefix of the primary key only if
+    the rows it selects are meant all."""
+    key = key_names(table)
+    if not next(iter(keys.values())):
+        return {}
+    rendered, parameters = batch.source(tx, table, keys)
+    joined = " AND ".join(f"{table.name}.{name} = batch.{name}" for name in keys)
+    result = tx.driver(
+        f"SELECT {_qualified(table, (*key, *wanted))} FROM ({rendered}) AS batch{_alias(tx, keys)}"
+        f" JOIN {table.name} ON {joined}",
+        parameters,
+    )
+    return _by_key(result, table, key, wanted)
+
+
+def locking_load(tx: Transaction, table: sa.Table, keys: Columns, wanted: Sequence[str]) -> dict[Row, Row]:
+    """Raise the version of the rows that are there, which locks them, and return the wanted columns by key.
+
+    For hot keys: nobody else can pass between this load and the save of the same transaction.
+    """
+    key = key_names(table)
+    ordered = batch.in_key_order(keys, key)
+    if not ordered[key[0]]:
+        return {}
+    rendered, parameters = batch.source(tx, table, ordered)
+    joined = " AND ".join(f"{table.name}.{name} = batch.{name}" for name in key)
+    result = tx.driver(
+        f"UPDATE {table.name} SET {VERSION} = {table.name}.{VERSION} + 1"
+        f" FROM (SELECT * FROM ({rendered}) AS listed{_alias(tx, ordered)} ORDER BY {', '.join(key)}) AS batch"
+        f" WHERE {joined} RETURNING {_qualified(table, (*key, *wanted))}",
+        parameters,
+    )
+    return _by_key(result, table, key, wanted)
+
+
+def compare_and_set(tx: Transaction, table: sa.Table, columns: Columns) -> None:
+    """Save rows that were loaded at `version` (0: not there yet) as `version + 1`; a changed row is a lost race.
+
+    The whole transaction then rolls back and runs again: reloading inside it would deadlock.
+    """
+    key = key_names(table)
+    rows = batch.in_key_order(columns, key)
+    versions = rows[VERSION]
+    fresh = [index for index, version in enumerate(versions) if version == 0]
+    known = [index for index, version in enumerate(versions) if version != 0]
+    saved = 0
+    if fresh:
+        made = {name: [values[index] for index in fresh] for name, values in rows.items()}
+        made[VERSION] = [1] * len(fresh)
+        saved += _insert_counted(tx, table, made)
+    if known:
+        saved += _update_counted(tx, table, {name: [values[index] for index in known] for name, values in rows.items()})
+    if saved != len(versions):
+        raise LostRace(f"{len(versions) - saved} of {len(versions)} rows of {table.name} had changed")
+
+
+def delete(tx: Transaction, table: sa.Table, keys: Columns) -> int:
+    """Delete the rows of these keys (or of a prefix of the key); returns how many."""
+    if not next(iter(keys.values())):
+        return 0
+    key = [name for name in key_names(table) if name in keys]
+    rendered, parameters = batch.source(tx, table, batch.in_key_order(keys, key))
+    listed = f"SELECT {', '.join(key)} FROM ({rendered}) AS batch{_alias(tx, dict.fromkeys(key, ()))}"
+    return tx.driver(f"DELETE FROM {table.name} WHERE ({', '.join(key)}) IN ({listed})", parameters).rowcount
+
+
+def next_numbers(tx: Transaction, name: str, count: int) -> Sequence[int]:
+    """Take `count` growing numbers. On PostgreSQL from a sequence, so that writers do not queue for it."""
+    if not tx.is_sqlite:
+        taken = tx.driver(f"SELECT nextval('{name}_numbers') FROM generate_series(1, %s)", (count,))
+        return sorted(taken.scalars())
+    sql = (
+        "INSERT INTO numbers (name, next) VALUES (?, 1 + ?)"
+        " ON CONFLICT (name) DO UPDATE SET next = next + ? RETURNING next"
+    )
+    end = int(tx.driver(sql, (name, count, count)).scalar_one())
+    return range(end - count, end)
+
+
+def _insert_counted(tx: Transaction, table: sa.Table, rows: Mapping[str, Sequence[Any]]) -> int:
+    into = _into(table, tuple(rows))
+    if tx.is_sqlite:
+        values = list(zip(*batch.stored(table, rows), strict=True))
+        return tx.driver(f"{into} VALUES ({', '.join('?' * len(rows))}) ON CONFLICT DO NOTHING", values).rowcount
+    rendered, parameters = batch.source(tx, table, rows)
+    return tx.driver(f"{into} {rendered} ON CONFLICT DO NOTHING", parameters).rowcount
+
+
+def _update_counted(tx: Transaction, table: sa.Table, rows: Mapping[str, Sequence[Any]]) -> int:
+    key = key_names(table)
+    body = [name for name in rows if name not in key and name != VERSION]
+    if tx.is_sqlite:
+        ordered = {name: rows[name] for name in (*body, *key, VERSION)}
+        changes = ", ".join(f"{name} = ?" for name in body)
+        where = " AND ".join(f"{name} = ?" for name in (*key, VERSION))
+        values = list(zip(*batch.stored(table, ordered), strict=True))
+        changes = f"{changes}, " if changes else ""
+        return tx.driver(f"UPDATE {table.name} SET {changes}version = version + 1 WHERE {where}", values).rowcount
+    rendered, parameters = batch.source(tx, table, rows)
+    changes = "".join(f"{name} = batch.{name}, " for name in body)
+    where = " AND ".join(f"{table.name}.{name} = batch.{name}" for name in (*key, VERSION))
+    return tx.driver(
+        f"UPDATE {table.name} SET {changes}version = {table.name}.version + 1"
+        f" FROM ({rendered}) AS batch{_alias(tx, rows)} WHERE {where}",
+        parameters,
+    ).rowcount
+
+
+def _by_key(result: sa.CursorResult[Any], table: sa.Table, key: Sequence[str], wanted: Sequence[str]) -> dict[Row, Row]:
+    names = (*key, *wanted)
+    unsigned = [index for index, name in enumerate(names) if isinstance(table.c[name].type, UInt64)]
+    width = len(key)
+    found: dict[Row, Row] = {}
+    for row in result:
+        values = tuple(row)
+        if unsigned:
+            values = tuple(
+                value + SIGN_BIT if index in unsigned and value is not None else value
+                for index, value in enumerate(values)
+            )
+        found[values[:width]] = values[width:]
+    return found
+
+
+def _how(name: str, least: Sequence[str], greatest: Sequence[str], latest: Sequence[str]) -> str:
+    return "least" if name in least else "greatest" if name in greatest else "latest" if name in latest else "add"
+
+
+@cache
+def _into(table: sa.Table, names: tuple[str, ...]) -> str:
+    return f"INSERT INTO {table.name} ({', '.join(names)})"
+
+
+@cache
+def _add_up(table: sa.Table, how: tuple[tuple[str, str], ...], is_sqlite: bool) -> str:
+    forms = {
+        "add": "{n} = {t}.{n} + excluded.{n}",
+        "least": "{n} = " + ("min" if is_sqlite else "least") + "({t}.{n}, excluded.{n})",
+        "greatest": "{n} = " + ("max" if is_sqlite else "greatest") + "({t}.{n}, excluded.{n})",
+        "latest": "{n} = excluded.{n}",
+    }
+    changes = ", ".join(forms[form].format(n=name, t=table.name) for name, form in how)
+    return f"ON CONFLICT ({', '.join(key_names(table))}) DO UPDATE SET {changes}"
+
+
+def _qualified(table: sa.Table, names: Sequence[str]) -> str:
+    return ", ".join(f"{table.name}.{name}" for name in names)
+
+
+def _alias(tx: Transaction, names: Mapping[str, Any]) -> str:
+    """SQLite names the columns inside the SELECT and takes no list after the alias."""
+    return "" if tx.is_sqlite else f" ({', '.join(names)})"

@@ -1,0 +1,211 @@
+"""One API over both stores: a transaction that runs again when it loses a race, and reads of one statement each."""
+
+import random
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import sqlalchemy as sa
+
+from keyfold.core import metrics
+from keyfold.core.clock import Clock
+from keyfold.core.errors import CommitUnknown, KeyfoldError, LostRace, StoreBusy, StoreRefused, StoreUnreachable
+from keyfold.core.limits import Limits
+
+T = TypeVar("T")
+
+BACKOFF_SECONDS_MIN = 0.002
+BACKOFF_SECONDS_MAX = 0.5
+
+
+class Engine(Protocol):
+    """What a database brings: connections, commit, its clock, and the meaning of its errors."""
+
+    name: str
+
+    @property
+    def unnest(self) -> bool: ...
+    def write(self) -> Any: ...
+    def read(self) -> Any: ...
+    def snapshot(self) -> Any: ...
+    def commit(self, connection: sa.Connection) -> None: ...
+    def rollback(self, connection: sa.Connection) -> None: ...
+    def now_us(self, connection: sa.Connection) -> int: ...
+    def meaning(self, error: sa.exc.DBAPIError) -> KeyfoldError | None: ...
+    def close(self) -> None: ...
+
+
+class Transaction:
+    """What work inside a transaction may use. `now_us` is the database's clock, read once."""
+
+    def __init__(self, connection: sa.Connection, engine: Engine, clock: Clock | None) -> None:
+        self.connection = connection
+        self.dialect = connection.dialect
+        self.engine = engine
+        self._clock = clock
+        self._now_us: int | None = None
+
+    @property
+    def is_sqlite(self) -> bool:
+        return self.engine.name == "sqlite"
+
+    def execute(self, statement: sa.Executable, parameters: Any = None) -> sa.CursorResult[Any]:
+        return self.connection.execute(statement, parameters)
+
+    def driver(self, sql: str, parameters: Any = None) -> sa.CursorResult[Any]:
+        """Run the driver's own SQL; a list of tuples runs it once for each."""
+        return self.connection.exec_driver_sql(sql, parameters)
+
+    @property
+    def now_us(self) -> int:
+        if self._now_us is None:
+            self._now_us = self._clock.now_us() if self._clock else self.engine.now_us(self.connection)
+        return self._now_us
+
+
+class Store:
+    """State, marks, positions and messages, in one file or one database."""
+
+    def __init__(self, engine: Engine, limits: Limits, clock: Clock | None) -> None:
+        self.engine = engine
+        self.limits = limits
+        self._clock = clock
+
+    @classmethod
+    def open(
+        cls, url: str, *, limits: Limits | None = None, clock: Clock | None = None, connections_max: int = 12
+    ) -> "Store":
+        """Open the store that a URL names. With a clock, its time replaces the database's (tests)."""
+        limits = limits or Limits()
+        try:
+            parsed = sa.make_url(url)
+        except sa.exc.ArgumentError:
+            raise StoreRefused(
+                "this is not the URL of a store", hint="Write sqlite:///FILE or postgresql://…"
+            ) from None
+        kind = parsed.drivername.partition("+")[0]
+        engine: Engine
+        if kind == "sqlite":
+            from keyfold.core.store.sqlite import SqliteEngine
+
+            engine = SqliteEngine(parsed, limits, connections_max)
+        elif kind in {"postgresql", "postgres"}:
+            from keyfold.core.store.postgres import PostgresEngine
+
+            engine = PostgresEngine(parsed, limits, connections_max)
+        else:
+            raise StoreRefused(f"there is no store of kind {kind}", hint="Write sqlite:///FILE or postgresql://…")
+        return cls(engine, limits, clock)
+
+    @property
+    def is_sqlite(self) -> bool:
+        return self.engine.name == "sqlite"
+
+    def transact(self, work: Callable[[Transaction], T], *, name: str = "work", once: bool = False) -> T:
+        """Run `work` in one transaction and commit; a lost race runs the whole of it again, a bounded number of times.
+
+        `work` may run several times and must have no effect outside the transaction. With `once`, a token is stored
+        with the changes: when the answer to COMMIT is lost, the token tells whether it committed, so the result is
+        still known. Without it a lost answer is `CommitUnknown`.
+        """
+        token = uuid.uuid4().hex if once and not self.is_sqlite else None
+        unknown: list[T] = []
+        refusal: KeyfoldError = StoreBusy("the store stayed contended")
+        for attempt in range(self.limits.transaction_tries_max):
+            if attempt:
+                metrics.RETRIES.labels(name, refusal.slug).inc()
+                _pause(attempt)
+            try:
+                return self._attempt(work, token, unknown)
+            except (LostRace, StoreUnreachable, CommitUnknown) as error:
+                if isinstance(error, CommitUnknown) and token is None:
+                    raise
+                refusal = error
+        if isinstance(refusal, StoreUnreachable | CommitUnknown):
+            raise refusal
+        raise StoreBusy(
+            f"{name} lost every race of {self.limits.transaction_tries_max}: {refusal.detail}", retry_after_seconds=1
+        )
+
+    def read(self, work: Callable[[Transaction], T]) -> T:
+        """Run reads, each statement seeing its own snapshot; a dropped connection is tried again."""
+        return self._reading(self.engine.read, work)
+
+    def snapshot(self, work: Callable[[Transaction], T]) -> T:
+        """Run reads that all see one snapshot (on Citus: one snapshot a shard)."""
+        return self._reading(self.engine.snapshot, work)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _attempt(self, work: Callable[[Transaction], T], token: str | None, unknown: list[T]) -> T:
+        try:
+            with self.engine.write() as connection:
+                try:
+                    transaction = Transaction(connection, self.engine, self._clock)
+                    if token and not _claim(transaction, token):
+                        self.engine.rollback(connection)
+                        return unknown[-1]
+                    result = work(transaction)
+                except BaseException:
+                    self._roll_back_quietly(connection)
+                    raise
+                try:
+                    self.engine.commit(connection)
+                except sa.exc.DBAPIError as error:
+                    meaning = self.engine.meaning(error)
+                    if isinstance(meaning, StoreUnreachable) and not self.is_sqlite:
+                        unknown.append(result)
+                        raise CommitUnknown(
+                            f"the store went away while committing: {meaning.detail}",
+                            hint="Ask again with the same Idempotency-Key",
+                        ) from error
+                    self._roll_back_quietly(connection)
+                    raise
+                return result
+        except sa.exc.DBAPIError as error:
+            raise self._meaning(error) from error
+        except sa.exc.TimeoutError as error:
+            raise StoreBusy("no connection to the store became free", retry_after_seconds=1) from error
+
+    def _reading(self, open_connection: Callable[[], Any], work: Callable[[Transaction], T]) -> T:
+        for attempt in range(self.limits.transaction_tries_max):
+            if attempt:
+                _pause(attempt)
+            try:
+                with open_connection() as connection:
+                    return work(Transaction(connection, self.engine, self._clock))
+            except sa.exc.TimeoutError as error:
+                raise StoreBusy("no connection to the store became free", retry_after_seconds=1) from error
+            except sa.exc.DBAPIError as error:
+                meaning = self._meaning(error)
+                if not isinstance(meaning, LostRace | StoreUnreachable) or attempt >= 2:
+                    raise meaning from error
+        raise StoreUnreachable("the store does not answer")
+
+    def _meaning(self, error: sa.exc.DBAPIError) -> Exception:
+        return self.engine.meaning(error) or error
+
+    def _roll_back_quietly(self, connection: sa.Connection) -> None:
+        """A failed rollback must not hide why we rolled back; the server undoes what a lost connection began."""
+        try:
+            self.engine.rollback(connection)
+        except sa.exc.DBAPIError:
+            connection.invalidate()
+
+
+_CLAIM: Mapping[str, str] = {
+    "postgresql": "INSERT INTO batch_tokens (token, stored_at_us) VALUES (%s, %s) ON CONFLICT DO NOTHING",
+}
+
+
+def _claim(transaction: Transaction, token: str) -> bool:
+    """False where an earlier try of this very batch did commit."""
+    return transaction.driver(_CLAIM[transaction.engine.name], (token, time.time_ns() // 1_000)).rowcount == 1
+
+
+def _pause(attempt: int) -> None:
+    """Wait longer with every try, and never in step with the others."""
+    longest = min(BACKOFF_SECONDS_MAX, BACKOFF_SECONDS_MIN * 2**attempt)
+    time.sleep(random.uniform(longest / 4, longest))  # noqa: S311

@@ -1,0 +1,1 @@
+"""Named, partitioned topics, ordered per key: embedded in the store, or Kafka."""

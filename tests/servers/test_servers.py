@@ -1,0 +1,296 @@
+"""Claims about the servers of the tests: what a fault test builds on must itself be true."""
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import psutil
+import psycopg
+import pytest
+from confluent_kafka import Consumer, Producer
+from kazoo.client import KazooClient
+
+from tests.servers.fixtures import _running
+from tests.servers.kafka import KafkaServer
+from tests.servers.postgres import PostgresServer
+from tests.servers.process import ServerFailed, ServerProcess, ServerUnavailable
+from tests.servers.zookeeper import ZooKeeperServer
+
+ROOT = Path(__file__).resolve().parents[2]
+# Long enough for an answer that comes and short enough to wait for one that must not come.
+PATIENCE_SECONDS = 2
+ANSWER_SECONDS = 60
+
+
+@pytest.fixture(params=["postgres_server", "postgres_15_server"])
+def any_postgres_server(request: pytest.FixtureRequest) -> PostgresServer:
+    server = request.getfixturevalue(request.param)
+    assert isinstance(server, PostgresServer)
+    return server
+
+
+@pytest.fixture
+def database_url(any_postgres_server: PostgresServer) -> Iterator[str]:
+    name = f"test_{uuid.uuid4().hex}"
+    yield any_postgres_server.create_database(name)
+    any_postgres_server.drop_database(name)
+
+
+@pytest.fixture
+def topic(kafka_server: KafkaServer) -> str:
+    name = f"topic-{uuid.uuid4().hex}"
+    kafka_server.create_topic(name, partitions=1)
+    return name
+
+
+def test_postgres_serves_the_version_that_was_asked_for(any_postgres_server: PostgresServer) -> None:
+    with psycopg.connect(any_postgres_server.url) as connection:
+        assert connection.info.server_version // 10_000 == any_postgres_server.version
+
+
+def test_postgres_keeps_committed_rows_through_a_kill(any_postgres_server: PostgresServer, database_url: str) -> None:
+    with psycopg.connect(database_url) as connection:
+        connection.execute("CREATE TABLE kept AS SELECT generate_series(1, 1000) AS n")
+    any_postgres_server.kill()
+    with pytest.raises(psycopg.OperationalError):
+        psycopg.connect(database_url)
+    any_postgres_server.start()
+    with psycopg.connect(database_url) as connection:
+        assert connection.execute("SELECT count(*) FROM kept").fetchone() == (1000,)
+
+
+def test_postgres_keeps_committed_rows_through_a_stop(any_postgres_server: PostgresServer, database_url: str) -> None:
+    with psycopg.connect(database_url) as connection:
+        connection.execute("CREATE TABLE kept AS SELECT 1 AS n")
+    any_postgres_server.stop()
+    any_postgres_server.start()
+    with psycopg.connect(database_url) as connection:
+        assert connection.execute("SELECT n FROM kept").fetchone() == (1,)
+
+
+def test_a_paused_postgres_lets_nobody_in_until_it_is_resumed(any_postgres_server: PostgresServer) -> None:
+    any_postgres_server.pause()
+    assert_all_stand_still(any_postgres_server)
+    with pytest.raises(psycopg.errors.ConnectionTimeout):
+        psycopg.connect(any_postgres_server.url, connect_timeout=PATIENCE_SECONDS)
+    any_postgres_server.resume()
+    psycopg.connect(any_postgres_server.url, connect_timeout=ANSWER_SECONDS).close()
+
+
+def test_a_backend_of_a_paused_postgres_answers_only_when_resumed(any_postgres_server: PostgresServer) -> None:
+    with psycopg.connect(any_postgres_server.url) as connection:
+        any_postgres_server.pause()
+        connection.pgconn.send_query(b"SELECT 1")
+        connection.pgconn.flush()
+        assert not answered_within(connection, PATIENCE_SECONDS)
+        any_postgres_server.resume()
+        assert answered_within(connection, ANSWER_SECONDS)
+
+
+def test_postgres_syncs_to_disk_unless_told_otherwise(postgres_server: PostgresServer) -> None:
+    with psycopg.connect(postgres_server.url) as connection:
+        assert connection.execute("SHOW fsync").fetchone() == ("on",)
+        assert connection.execute("SHOW synchronous_commit").fetchone() == ("on",)
+
+
+def test_each_test_has_an_empty_database_of_its_own(postgres_url: str, postgres_server: PostgresServer) -> None:
+    with psycopg.connect(postgres_url) as connection:
+        connection.execute("CREATE TABLE mine (n int)")
+    with psycopg.connect(postgres_server.create_database("another")) as connection:
+        assert connection.execute("SELECT to_regclass('mine')").fetchone() == (None,)
+    postgres_server.drop_database("another")
+
+
+def test_a_database_is_dropped_under_an_open_session(postgres_server: PostgresServer) -> None:
+    with psycopg.connect(postgres_server.create_database("in_use")) as session:
+        postgres_server.drop_database("in_use")
+        with pytest.raises(psycopg.OperationalError):
+            session.execute("SELECT 1")
+
+
+@pytest.mark.xdist_group("kafka")
+def test_kafka_returns_what_was_produced(kafka_server: KafkaServer, topic: str) -> None:
+    assert produce(kafka_server, topic, b"one")
+    assert consume(kafka_server, topic, 1) == [b"one"]
+
+
+@pytest.mark.xdist_group("kafka")
+def test_kafka_creates_topics_with_their_partitions_and_configuration(kafka_server: KafkaServer) -> None:
+    name = f"topic-{uuid.uuid4().hex}"
+    kafka_server.create_topic(name, partitions=3, config={"cleanup.policy": "compact"})
+    producer = Producer({"bootstrap.servers": kafka_server.bootstrap})
+    assert len(producer.list_topics(name, timeout=ANSWER_SECONDS).topics[name].partitions) == 3
+
+
+@pytest.mark.xdist_group("kafka")
+def test_kafka_makes_no_topic_that_nobody_created(kafka_server: KafkaServer) -> None:
+    name = f"topic-{uuid.uuid4().hex}"
+    producer = Producer({"bootstrap.servers": kafka_server.bootstrap, "allow.auto.create.topics": True})
+    assert producer.list_topics(name, timeout=ANSWER_SECONDS).topics[name].error is not None
+    assert name not in producer.list_topics(timeout=ANSWER_SECONDS).topics
+
+
+@pytest.mark.xdist_group("kafka")
+def test_kafka_keeps_acknowledged_messages_through_a_kill(kafka_server: KafkaServer, topic: str) -> None:
+    assert produce(kafka_server, topic, b"before")
+    kafka_server.kill()
+    kafka_server.start()
+    assert produce(kafka_server, topic, b"after")
+    assert consume(kafka_server, topic, 2) == [b"before", b"after"]
+
+
+@pytest.mark.xdist_group("kafka")
+def test_a_paused_kafka_acknowledges_only_when_resumed(kafka_server: KafkaServer, topic: str) -> None:
+    producer = Producer({"bootstrap.servers": kafka_server.bootstrap})
+    producer.list_topics(topic, timeout=ANSWER_SECONDS)
+    kafka_server.pause()
+    assert_all_stand_still(kafka_server)
+    producer.produce(topic, b"late")
+    assert producer.flush(PATIENCE_SECONDS) == 1
+    kafka_server.resume()
+    assert producer.flush(ANSWER_SECONDS) == 0
+    assert consume(kafka_server, topic, 1) == [b"late"]
+
+
+@pytest.mark.xdist_group("zookeeper")
+def test_zookeeper_keeps_acknowledged_nodes_through_a_kill(zookeeper_server: ZooKeeperServer) -> None:
+    path = f"/node-{uuid.uuid4().hex}"
+    with zookeeper_client(zookeeper_server) as client:
+        client.create(path, b"kept")
+    zookeeper_server.kill()
+    zookeeper_server.start()
+    with zookeeper_client(zookeeper_server) as client:
+        assert client.get(path)[0] == b"kept"
+
+
+@pytest.mark.xdist_group("zookeeper")
+def test_zookeeper_grants_sessions_of_a_second(zookeeper_server: ZooKeeperServer) -> None:
+    with zookeeper_client(zookeeper_server, session_seconds=1) as client:
+        assert client._session_timeout == 1000
+
+
+@pytest.mark.xdist_group("zookeeper")
+def test_a_paused_zookeeper_answers_only_when_resumed(zookeeper_server: ZooKeeperServer) -> None:
+    with zookeeper_client(zookeeper_server, session_seconds=ANSWER_SECONDS) as client:
+        zookeeper_server.pause()
+        assert_all_stand_still(zookeeper_server)
+        answer = client.get_async("/")
+        answer.wait(PATIENCE_SECONDS)
+        assert not answer.ready()
+        zookeeper_server.resume()
+        assert answer.get(timeout=ANSWER_SECONDS) is not None
+
+
+def test_a_server_that_cannot_start_shows_the_end_of_its_log() -> None:
+    server = PostgresServer(settings={"shared_buffers": "nonsense"})
+    try:
+        with pytest.raises(ServerFailed, match='invalid value for parameter "shared_buffers"'):
+            server.start()
+    finally:
+        server.discard()
+
+
+def test_a_server_that_cannot_be_had_skips_a_test_but_fails_it_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> PostgresServer:
+        raise ServerUnavailable("not on this machine")
+
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="not on this machine"):
+        next(_running(make))
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="not on this machine"):
+        next(_running(make))
+
+
+@pytest.mark.parametrize("state", ["running", "paused"])
+def test_a_server_dies_with_a_test_process_that_is_killed(state: str) -> None:
+    victim = start_in_another_process("PostgresServer", "postgres", paused=state == "paused")
+    assert_all_end(victim)
+
+
+@pytest.mark.xdist_group("zookeeper")
+def test_a_java_server_dies_with_a_test_process_that_is_killed(zookeeper_server: ZooKeeperServer) -> None:
+    victim = start_in_another_process("ZooKeeperServer", "zookeeper", paused=False)
+    assert_all_end(victim)
+
+
+def test_a_server_outlives_the_thread_that_started_it() -> None:
+    script = (
+        "import threading; from tests.servers.postgres import PostgresServer; server = PostgresServer();"
+        "thread = threading.Thread(target=server.start); thread.start(); thread.join();"
+        "server.create_database('made'); alive = server.is_running; server.discard(); print(alive)"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=ANSWER_SECONDS
+    )
+    assert answer.stdout.strip() == "True"
+
+
+def assert_all_stand_still(server: ServerProcess) -> None:
+    states = {process.status() for process in server.processes()}
+    assert states <= {psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE}
+
+
+def answered_within(connection: psycopg.Connection[tuple[object, ...]], seconds: float) -> bool:
+    import select
+
+    readable, _, _ = select.select([connection.fileno()], [], [], seconds)
+    return bool(readable)
+
+
+def produce(server: KafkaServer, topic: str, value: bytes) -> bool:
+    """Whether the broker acknowledged the message."""
+    acknowledged: list[bool] = []
+    producer = Producer({"bootstrap.servers": server.bootstrap, "acks": "all"})
+    producer.produce(topic, value, on_delivery=lambda error, _: acknowledged.append(error is None))
+    producer.flush(ANSWER_SECONDS)
+    return acknowledged == [True]
+
+
+def consume(server: KafkaServer, topic: str, count: int) -> list[bytes | None]:
+    settings = {
+        "bootstrap.servers": server.bootstrap,
+        "group.id": uuid.uuid4().hex,
+        "auto.offset.reset": "earliest",
+        "enable.auto.commit": False,
+    }
+    with closing(Consumer(settings)) as consumer:
+        consumer.subscribe([topic])
+        return [message.value() for message in consumer.consume(count, timeout=ANSWER_SECONDS)]
+
+
+@contextmanager
+def zookeeper_client(server: ZooKeeperServer, session_seconds: float = 10) -> Iterator[KazooClient]:
+    client = KazooClient(server.hosts, timeout=session_seconds)
+    client.start(timeout=ANSWER_SECONDS)
+    try:
+        yield client
+    finally:
+        client.stop()
+        client.close()
+
+
+def start_in_another_process(kind: str, module: str, *, paused: bool) -> list[psutil.Process]:
+    """Kill a test process that started a server and return what were the server's processes."""
+    script = (
+        f"import signal; from tests.servers.{module} import {kind}; server = {kind}(); server.start();"
+        f"server.pause() if {paused} else None;"
+        "print(server.directory, *(process.pid for process in server.processes()), flush=True); signal.pause()"
+    )
+    test_process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert test_process.stdout is not None
+    with test_process:
+        directory, *pids = test_process.stdout.readline().split()
+        processes = [psutil.Process(int(pid)) for pid in pids]
+        os.kill(test_process.pid, signal.SIGKILL)
+    return processes
+
+
+def assert_all_end(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=ANSWER_SECONDS)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
