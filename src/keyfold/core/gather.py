@@ -69,6 +69,10 @@ Outcome = Any  # a struct to encode, a Versioned, or a KeyfoldError for this req
 Apply = Callable[[Transaction, Sequence[Ask]], Sequence[Outcome]]
 
 
+def _accept(_: Ask) -> None:
+    return None
+
+
 def _one(_: Ask) -> int:
     return 1
 
@@ -84,6 +88,7 @@ class Operation(Struct, frozen=True, kw_only=True):
     apply: Apply
     writes: bool
     status: int = 200
+    check: Callable[[Ask], None] = _accept  # refuses a request before it joins a batch
     weight: Callable[[Ask], int] = _one
     key: Callable[[Ask], str] = _no_key
 
@@ -102,6 +107,7 @@ class Gatherer:
         """Queue a request and wait for its batch. A caller that goes away before its batch began changes nothing."""
         if self._closed:
             raise Stopping("the server is stopping", retry_after_seconds=1)
+        operation.check(ask)
         lane = self._lane(operation, ask)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         lane.put(_Waiting(ask, future, operation.weight(ask)))

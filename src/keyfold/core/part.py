@@ -8,6 +8,7 @@ from msgspec import Struct
 from keyfold.core.topics.topic import TopicSpec
 
 if TYPE_CHECKING:
+    from keyfold.core.consumer import Consumer
     from keyfold.core.context import Context
     from keyfold.core.loops import Loop
     from keyfold.core.route import Route
@@ -21,5 +22,6 @@ class Part(Struct, frozen=True, kw_only=True):
     topics: Sequence[TopicSpec] = ()
     settings: type[Struct] | None = None
     routes: "Callable[[Context], Sequence[Route]] | None" = None
+    consumers: "Callable[[Context], Sequence[Consumer]] | None" = None
     loops: "Callable[[Context], Sequence[Loop]] | None" = None
     commands: str | None = None

@@ -13,6 +13,7 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
 
+from keyfold.core.errors import DataRefused
 from keyfold.core.store.schema import SIGN_BIT, UInt64
 from keyfold.core.store.store import Transaction
 
@@ -62,13 +63,17 @@ def in_key_order(columns: Columns, key: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def stored(table: sa.Table, columns: Columns) -> list[Sequence[Any]]:
-    """The columns as the driver takes them."""
-    return [
-        [None if value is None else value - SIGN_BIT for value in values]
-        if isinstance(table.c[name].type, UInt64)
-        else values
-        for name, values in columns.items()
-    ]
+    """The columns as the driver takes them; NUL in text is refused here, because SQLite would take it."""
+    ready: list[Sequence[Any]] = []
+    for name, values in columns.items():
+        kind = table.c[name].type
+        if isinstance(kind, UInt64):
+            ready.append([None if value is None else value - SIGN_BIT for value in values])
+            continue
+        if isinstance(kind, sa.Text) and any(value is not None and "\0" in value for value in values):
+            raise DataRefused(f"{table.name}.{name} cannot hold a NUL character")
+        ready.append(values)
+    return ready
 
 
 def source(tx: Transaction, table: sa.Table, columns: Columns) -> tuple[str, Any]:
@@ -100,8 +105,8 @@ def relation(tx: Transaction, table: sa.Table, columns: Columns, name: str = "ba
         return sa.select(*picked).subquery(name)
     if tx.engine.unnest:
         arrays = [
-            sa.cast(sa.bindparam(f"{name}_{column}", list(columns[column])), postgresql.ARRAY(kind))
-            for column, kind in typed.items()
+            sa.cast(sa.bindparam(f"{name}_{column}", list(values)), postgresql.ARRAY(_plain(kind)))
+            for (column, kind), values in zip(typed.items(), stored(table, columns), strict=True)
         ]
         listed = [sa.column(column, kind) for column, kind in typed.items()]
         return sa.func.unnest(*arrays).table_valued(*listed, name=name).render_derived()
@@ -129,6 +134,10 @@ def _as_json(table: sa.Table, names: tuple[str, ...], values: list[Sequence[Any]
 def _json_item(value: Any, index: int, kind: sa.types.TypeEngine[Any]) -> Any:
     item = sa.func.json_extract(value, f"$[{index}]")
     return sa.func.unhex(item) if isinstance(kind, sa.LargeBinary) else item
+
+
+def _plain(kind: sa.types.TypeEngine[Any]) -> sa.types.TypeEngine[Any]:
+    return sa.BigInteger() if isinstance(kind, UInt64) else kind
 
 
 @cache

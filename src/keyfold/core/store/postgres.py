@@ -111,7 +111,7 @@ class PostgresEngine:
             return StoreUnreachable(text)
         if state in {"28P01", "28000", "3D000", "42501"}:
             return StoreRefused(text, hint="Look at store.url")
-        if state[:2] in {"22", "23"}:
+        if state[:2] in {"22", "23"} or isinstance(error, sa.exc.DataError):
             return DataRefused(text)
         if not state and isinstance(error, sa.exc.OperationalError):
             return StoreUnreachable(text)

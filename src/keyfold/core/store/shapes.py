@@ -133,9 +133,18 @@ def compare_and_set(tx: Transaction, table: sa.Table, columns: Columns) -> None:
         made[VERSION] = [1] * len(fresh)
         saved += _insert_counted(tx, table, made)
     if known:
-        saved += _update_counted(tx, table, {name: [values[index] for index in known] for name, values in rows.items()})
+        changed = {name: [values[index] for index in known] for name, values in rows.items()}
+        raised = f"{VERSION} = {table.name}.{VERSION} + 1"
+        saved += _update_counted(tx, table, changed, (*key, VERSION), raised)
     if saved != len(versions):
         raise LostRace(f"{len(versions) - saved} of {len(versions)} rows of {table.name} had changed")
+
+
+def update(tx: Transaction, table: sa.Table, columns: Columns) -> int:
+    """Set the given columns of rows that are there, by key; returns how many were."""
+    key = key_names(table)
+    rows = batch.in_key_order(columns, key)
+    return _update_counted(tx, table, rows, key) if rows[key[0]] else 0
 
 
 def delete(tx: Transaction, table: sa.Table, keys: Columns) -> int:
@@ -170,23 +179,22 @@ def _insert_counted(tx: Transaction, table: sa.Table, rows: Mapping[str, Sequenc
     return tx.driver(f"{into} {rendered} ON CONFLICT DO NOTHING", parameters).rowcount
 
 
-def _update_counted(tx: Transaction, table: sa.Table, rows: Mapping[str, Sequence[Any]]) -> int:
-    key = key_names(table)
-    body = [name for name in rows if name not in key and name != VERSION]
+def _update_counted(
+    tx: Transaction, table: sa.Table, rows: Mapping[str, Sequence[Any]], matched: Sequence[str], extra: str = ""
+) -> int:
+    """Update rows by the matched columns, setting all others; `extra` is a further assignment."""
+    body = [name for name in rows if name not in matched]
     if tx.is_sqlite:
-        ordered = {name: rows[name] for name in (*body, *key, VERSION)}
-        changes = ", ".join(f"{name} = ?" for name in body)
-        where = " AND ".join(f"{name} = ?" for name in (*key, VERSION))
+        ordered = {name: rows[name] for name in (*body, *matched)}
+        changes = ", ".join([*(f"{name} = ?" for name in body), *([extra] if extra else [])])
+        where = " AND ".join(f"{name} = ?" for name in matched)
         values = list(zip(*batch.stored(table, ordered), strict=True))
-        changes = f"{changes}, " if changes else ""
-        return tx.driver(f"UPDATE {table.name} SET {changes}version = version + 1 WHERE {where}", values).rowcount
+        return tx.driver(f"UPDATE {table.name} SET {changes} WHERE {where}", values).rowcount
     rendered, parameters = batch.source(tx, table, rows)
-    changes = "".join(f"{name} = batch.{name}, " for name in body)
-    where = " AND ".join(f"{table.name}.{name} = batch.{name}" for name in (*key, VERSION))
+    changes = ", ".join([*(f"{name} = batch.{name}" for name in body), *([extra] if extra else [])])
+    where = " AND ".join(f"{table.name}.{name} = batch.{name}" for name in matched)
     return tx.driver(
-        f"UPDATE {table.name} SET {changes}version = {table.name}.version + 1"
-        f" FROM ({rendered}) AS batch{_alias(tx, rows)} WHERE {where}",
-        parameters,
+        f"UPDATE {table.name} SET {changes} FROM ({rendered}) AS batch{_alias(tx, rows)} WHERE {where}", parameters
     ).rowcount
 
 

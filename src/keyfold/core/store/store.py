@@ -10,7 +10,15 @@ import sqlalchemy as sa
 
 from keyfold.core import metrics
 from keyfold.core.clock import Clock
-from keyfold.core.errors import CommitUnknown, KeyfoldError, LostRace, StoreBusy, StoreRefused, StoreUnreachable
+from keyfold.core.errors import (
+    CommitUnknown,
+    DataRefused,
+    KeyfoldError,
+    LostRace,
+    StoreBusy,
+    StoreRefused,
+    StoreUnreachable,
+)
 from keyfold.core.limits import Limits
 
 T = TypeVar("T")
@@ -51,11 +59,17 @@ class Transaction:
         return self.engine.name == "sqlite"
 
     def execute(self, statement: sa.Executable, parameters: Any = None) -> sa.CursorResult[Any]:
-        return self.connection.execute(statement, parameters)
+        try:
+            return self.connection.execute(statement, parameters)
+        except (OverflowError, UnicodeError) as error:
+            raise DataRefused(str(error)) from error
 
     def driver(self, sql: str, parameters: Any = None) -> sa.CursorResult[Any]:
         """Run the driver's own SQL; a list of tuples runs it once for each."""
-        return self.connection.exec_driver_sql(sql, parameters)
+        try:
+            return self.connection.exec_driver_sql(sql, parameters)
+        except (OverflowError, UnicodeError) as error:
+            raise DataRefused(str(error)) from error
 
     @property
     def now_us(self) -> int:

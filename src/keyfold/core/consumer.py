@@ -1,0 +1,170 @@
+"""Consumers: messages applied to state in the transaction that moves their position, each exactly once.
+
+The position is a guard row: it moves by compare-and-set from the batch's first position under the holder's ticket,
+so a redelivered batch, or a consumer that lost its partition, changes nothing. A message that cannot be applied is
+set aside with its reason; the rest of its batch commits; later messages of its key wait behind it.
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+from msgspec import Struct
+
+from keyfold.core import deadletters, metrics, progress
+from keyfold.core.context import Context
+from keyfold.core.errors import LeaseLost, PartitionStopped, Unavailable
+from keyfold.core.leases.lease import Lease
+from keyfold.core.loops import Loop
+from keyfold.core.shards import Shards
+from keyfold.core.store import Transaction
+from keyfold.core.topics.topic import Record
+
+log = structlog.get_logger(__name__)
+
+Apply = Callable[[Transaction, Sequence[Record]], None]
+
+
+class Consumer(Struct, frozen=True, kw_only=True):
+    """Who applies a topic's messages. `apply` has no effect outside the transaction and may be called again.
+
+    With `replayable`, applying a message again changes nothing (it is compared by version or mark), so that the
+    position may be set back.
+    """
+
+    name: str
+    topic: str
+    apply: Apply
+    ordered: bool = True
+    replayable: bool = False
+
+    @property
+    def job(self) -> str:
+        return consumer_job(self.name, self.topic)
+
+
+def consumer_job(name: str, topic: str) -> str:
+    return f"consumer/{topic}/{name}"
+
+
+class ConsumerWorker:
+    """Runs one consumer; several workers share the topic's partitions, each under a ticket."""
+
+    def __init__(self, context: Context, consumer: Consumer, worker: str) -> None:
+        self._store = context.store
+        self._limits = context.limits
+        self._consumer = consumer
+        self._source = context.topics.source(consumer.topic)
+        self._shards = Shards(
+            context.leases,
+            consumer.job,
+            context.topics.partitions(consumer.topic),
+            worker,
+            context.settings.leases.lease_seconds,
+        )
+        self._positions: dict[int, tuple[int, int]] = {}  # partition -> ticket, next position
+        self._consumed = metrics.CONSUMED.labels(consumer.name, consumer.topic)
+
+    def loop(self) -> Loop:
+        return Loop(name=self._consumer.job, step=self.step, idle_seconds=0.1, stop=self.stop)
+
+    def step(self) -> bool:
+        """Apply one batch of every partition held; whether there may be more. A failing partition stops no other."""
+        self._shards.tick()
+        more = False
+        failure: Exception | None = None
+        for partition, lease in self._shards.held.items():
+            try:
+                more |= self.consume(partition, lease) > 0
+            except LeaseLost:
+                self._positions.pop(partition, None)
+            except Exception as error:
+                self._positions.pop(partition, None)
+                failure = error
+        if failure is not None:
+            raise failure
+        return more
+
+    def stop(self) -> None:
+        self._shards.release_all()
+        self._source.close()
+
+    def consume(self, partition: int, lease: Lease) -> int:
+        """Apply the next batch of a partition; returns how many messages it moved past."""
+        ticket, position = self._positions.get(partition, (0, 0))
+        if ticket != lease.ticket:
+            identity = self._source.identity()
+            position = self._store.transact(
+                lambda tx: progress.adopt(tx, self._consumer.job, partition, lease.ticket, identity),
+                name="consumer adopt",
+            )
+            self._positions[partition] = (lease.ticket, position)
+        records = self._source.fetch(partition, position, self._limits.consumer_batch_max, 0.0)
+        if records:
+            self._apply(partition, lease.ticket, position, records)
+        return len(records)
+
+    def _apply(self, partition: int, ticket: int, position: int, records: list[Record]) -> None:
+        """Apply a run of records; where it fails, halve it, left before right, until the poison stands alone."""
+        end = records[-1].position + 1
+        tries = self._limits.message_tries_max if len(records) == 1 else 1
+        for attempt in range(tries):
+            if attempt:
+                time.sleep(random.uniform(0.01, 0.05) * 2**attempt)  # noqa: S311
+            try:
+                self._store.transact(
+                    lambda tx: self._fold(tx, partition, ticket, position, end, records), name=self._consumer.name
+                )
+                self._positions[partition] = (ticket, end)
+                self._consumed.inc(len(records))
+                return
+            except (Unavailable, LeaseLost, PartitionStopped):
+                raise
+            except Exception as error:
+                reason = error
+        if len(records) == 1:
+            self._set_aside(partition, ticket, position, end, records[0], reason)
+            return
+        middle = len(records) // 2
+        self._apply(partition, ticket, position, records[:middle])
+        self._apply(partition, ticket, records[middle - 1].position + 1, records[middle:])
+
+    def _fold(
+        self, tx: Transaction, partition: int, ticket: int, position: int, end: int, records: list[Record]
+    ) -> None:
+        progress.advance(tx, self._consumer.job, partition, ticket, position, end)
+        free = (
+            deadletters.park(tx, self._consumer.name, self._consumer.topic, records)
+            if self._consumer.ordered
+            else records
+        )
+        if free:
+            self._consumer.apply(tx, free)
+
+    def _set_aside(
+        self, partition: int, ticket: int, position: int, end: int, record: Record, reason: Exception
+    ) -> None:
+        def work(tx: Transaction) -> None:
+            progress.advance(tx, self._consumer.job, partition, ticket, position, end)
+            deadletters.set_aside(
+                tx,
+                self._consumer.name,
+                self._consumer.topic,
+                record,
+                f"{type(reason).__name__}: {reason}",
+                tries=self._limits.message_tries_max,
+                parked_keys_max=self._limits.parked_keys_max if self._consumer.ordered else None,
+            )
+
+        self._store.transact(work, name="set aside")
+        self._positions[partition] = (ticket, end)
+        log.error(
+            "message set aside",
+            consumer=self._consumer.name,
+            topic=self._consumer.topic,
+            partition=partition,
+            position=record.position,
+            key=record.message.key,
+            reason=str(reason),
+        )

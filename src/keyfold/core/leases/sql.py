@@ -1,0 +1,200 @@
+"""Leases in the store: a row a name, taken and prolonged by the database's clock, one statement for a whole batch.
+
+Right under concurrency because every change is one conditional UPDATE of the row it speaks of: of two takers one
+waits for the row and then sees that it is no longer free. A released or expired lease keeps its row, so the ticket
+keeps growing. A holder that asks again for what it holds is refused like anybody else: the lease is not free, and a
+new ticket would fence the holder's own work.
+"""
+
+import threading
+from collections.abc import Sequence
+
+from keyfold.core.clock import SECOND_US
+from keyfold.core.leases.lease import Lease
+from keyfold.core.store import batch
+from keyfold.core.store.batch import Columns
+from keyfold.core.store.store import Store, Transaction
+from keyfold.core.tables import LEASES
+
+FIRST_TICKET = 1
+# Handed back: free by any clock, also one that was set back.
+FREE = 0
+
+
+class SqlLeases:
+    """Leases granted by the store that holds the guarded rows; nothing else to run."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+
+    def acquire(self, names: Sequence[str], holder: str, seconds: float) -> list[Lease]:
+        """Take those that are free or expired. If the answer to COMMIT is lost, they lie idle until they expire."""
+        wanted = sorted(set(names))
+        if not wanted:
+            return []
+
+        def take(tx: Transaction) -> list[Lease]:
+            now_us = tx.now_us
+            expires_at_us = now_us + _us(seconds)
+            count = len(wanted)
+            rows = {
+                "name": wanted,
+                "holder": [holder] * count,
+                "ticket": [FIRST_TICKET] * count,
+                "expires_at_us": [expires_at_us] * count,
+            }
+            rendered, parameters = batch.source(tx, LEASES, rows)
+            taken = tx.driver(
+                f"INSERT INTO leases (name, holder, ticket, expires_at_us) {rendered}"
+                " ON CONFLICT (name) DO UPDATE"
+                " SET holder = excluded.holder, ticket = leases.ticket + 1, expires_at_us = excluded.expires_at_us"
+                f" WHERE leases.expires_at_us <= {_mark(tx)}"
+                " RETURNING name, ticket",
+                (*parameters, now_us),
+            )
+            return sorted(
+                (Lease(str(name), holder, int(ticket), expires_at_us) for name, ticket in taken), key=_by_name
+            )
+
+        return self._store.transact(take, name="acquire leases")
+
+    def renew(self, leases: Sequence[Lease], seconds: float) -> list[Lease]:
+        """Prolong what is still held under its ticket. Expired is lost, even where nobody has taken it."""
+        if not leases:
+            return []
+        by_name = {lease.name: lease for lease in leases}
+
+        def prolong(tx: Transaction) -> list[Lease]:
+            now_us = tx.now_us
+            expires_at_us = now_us + _us(seconds)
+            rendered, parameters = _in_name_order(tx, leases)
+            kept = tx.driver(
+                f"UPDATE leases SET expires_at_us = {_mark(tx)} FROM {rendered} WHERE {_STILL_MINE}"
+                f" AND leases.expires_at_us > {_mark(tx)} RETURNING leases.name",
+                (expires_at_us, *parameters, now_us),
+            )
+            return [
+                Lease(name, by_name[name].holder, by_name[name].ticket, expires_at_us)
+                for name in sorted(str(row.name) for row in kept)
+            ]
+
+        return self._store.transact(prolong, name="renew leases")
+
+    def release(self, leases: Sequence[Lease]) -> None:
+        if not leases:
+            return
+
+        def hand_back(tx: Transaction) -> None:
+            rendered, parameters = _in_name_order(tx, leases)
+            tx.driver(f"UPDATE leases SET expires_at_us = {FREE} FROM {rendered} WHERE {_STILL_MINE}", parameters)
+
+        self._store.transact(hand_back, name="release leases")
+
+    def held(self, names: Sequence[str]) -> list[Lease]:
+        wanted = sorted(set(names))
+        if not wanted:
+            return []
+
+        def look(tx: Transaction) -> list[Lease]:
+            rendered, parameters = _relation(tx, {"name": wanted})
+            rows = tx.driver(
+                "SELECT leases.name, leases.holder, leases.ticket, leases.expires_at_us"
+                f" FROM {rendered} JOIN leases ON leases.name = batch.name"
+                f" WHERE leases.expires_at_us > {_mark(tx)}",
+                (*parameters, tx.now_us),
+            )
+            return sorted((Lease(*row) for row in rows), key=_by_name)
+
+        return self._store.read(look)
+
+    def join(self, job: str, member: str, seconds: float) -> None:
+        def say_alive(tx: Transaction) -> None:
+            mark = _mark(tx)
+            tx.driver(
+                f"INSERT INTO members (job, member, expires_at_us) VALUES ({mark}, {mark}, {mark})"
+                " ON CONFLICT (job, member) DO UPDATE SET expires_at_us = excluded.expires_at_us",
+                (job, member, tx.now_us + _us(seconds)),
+            )
+
+        self._store.transact(say_alive, name="join job")
+        if self._is_new(job, member):
+            self._forget_the_dead(job)
+
+    def leave(self, job: str, member: str) -> None:
+        def go(tx: Transaction) -> None:
+            tx.driver(f"DELETE FROM members WHERE job = {_mark(tx)} AND member = {_mark(tx)}", (job, member))
+
+        self._store.transact(go, name="leave job")
+        with self._lock:
+            self._known.discard((job, member))
+
+    def members(self, job: str) -> list[str]:
+        def look(tx: Transaction) -> list[str]:
+            found = tx.driver(
+                f"SELECT member FROM members WHERE job = {_mark(tx)} AND expires_at_us > {_mark(tx)}",
+                (job, tx.now_us),
+            )
+            # Sorted here: a database sorts by its own collation, and all workers must agree on the order.
+            return sorted(str(member) for member in found.scalars())
+
+        return self._store.read(look)
+
+    def close(self) -> None:
+        """The store belongs to whoever opened it."""
+
+    def _is_new(self, job: str, member: str) -> bool:
+        with self._lock:
+            if (job, member) in self._known:
+                return False
+            self._known.add((job, member))
+            return True
+
+    def _forget_the_dead(self, job: str) -> None:
+        """Every newcomer clears its job of members that died without leaving, so the table stays small.
+
+        In a transaction of its own: one that also held the newcomer's row could deadlock with another newcomer.
+        """
+
+        def clear(tx: Transaction) -> None:
+            tx.driver(
+                f"DELETE FROM members WHERE job = {_mark(tx)} AND expires_at_us <= {_mark(tx)}",
+                (job, tx.now_us),
+            )
+
+        self._store.transact(clear, name="clear members")
+
+
+# The ticket alone would do; the holder keeps a lease that was made up by mistake from being honoured.
+_STILL_MINE = "leases.name = batch.name AND leases.holder = batch.holder AND leases.ticket = batch.ticket"
+
+
+def _in_name_order(tx: Transaction, leases: Sequence[Lease]) -> tuple[str, Sequence[object]]:
+    """The leases as a relation sorted by name: the lock order that `acquire` has too."""
+    rows: Columns = {
+        "name": [lease.name for lease in leases],
+        "holder": [lease.holder for lease in leases],
+        "ticket": [lease.ticket for lease in leases],
+    }
+    listed, parameters = _relation(tx, batch.in_key_order(rows, ["name"]), "listed")
+    return f"(SELECT * FROM {listed} ORDER BY name) AS batch", parameters
+
+
+def _relation(tx: Transaction, columns: Columns, name: str = "batch") -> tuple[str, Sequence[object]]:
+    rendered, parameters = batch.source(tx, LEASES, columns)
+    # SQLite names the columns inside the SELECT and takes no list after the alias.
+    alias = name if tx.is_sqlite else f"{name} ({', '.join(columns)})"
+    return f"({rendered}) AS {alias}", parameters
+
+
+def _mark(tx: Transaction) -> str:
+    return "?" if tx.is_sqlite else "%s"
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * SECOND_US)
+
+
+def _by_name(lease: Lease) -> str:
+    return lease.name

@@ -1,0 +1,40 @@
+"""The outbox: a change and its message commit together; the relay publishes it afterwards."""
+
+from collections.abc import Sequence
+
+from keyfold.core.errors import BadInput
+from keyfold.core.store import Transaction
+from keyfold.core.store.batch import Columns
+from keyfold.core.store.shapes import insert, next_numbers
+from keyfold.core.tables import MESSAGES
+from keyfold.core.topics.registry import Topics
+from keyfold.core.topics.topic import Message, partition_of
+
+
+def put(tx: Transaction, topics: Topics, topic: str, messages: Sequence[Message]) -> None:
+    """Insert the messages of this transaction's changes.
+
+    A message's version comes from state that the transaction has read or locked, so whoever writes the next version
+    of a key saw this one committed; ids taken here therefore grow in commit order for each key.
+    """
+    if not messages:
+        return
+    partitions = topics.partitions(topic)
+    bytes_max = topics.message_bytes_max
+    for message in messages:
+        if len(message.payload) > bytes_max:
+            raise BadInput(f"the message of {message.key!r} has {len(message.payload)} bytes, {bytes_max} are allowed")
+    ordered = sorted(messages, key=lambda message: (message.key, message.kind, message.version))
+    columns: Columns = {
+        "topic": [topic] * len(ordered),
+        "key": [message.key for message in ordered],
+        "kind": [message.kind for message in ordered],
+        "version": [message.version for message in ordered],
+        "id": next_numbers(tx, "messages", len(ordered)),
+        "partition": [partition_of(message.route or message.key, partitions) for message in ordered],
+        "schema_name": [message.schema for message in ordered],
+        "event_time_us": [message.event_time_us for message in ordered],
+        "payload": [message.payload for message in ordered],
+        "queued_at_us": [tx.now_us] * len(ordered),
+    }
+    insert(tx, MESSAGES, columns)

@@ -1,0 +1,117 @@
+"""The embedded topic: published rows of the one message table, read by position."""
+
+import time
+
+import sqlalchemy as sa
+
+from keyfold.core.errors import OffsetGone, TopicChanged
+from keyfold.core.store import Store, Transaction
+from keyfold.core.tables import MESSAGES, PROGRESS, TOPICS
+from keyfold.core.topics.topic import Bounds, Message, Record
+
+POLL_SECONDS = 0.02
+
+
+def relay_job(topic: str) -> str:
+    """The guarded job whose position is the next position of an embedded partition."""
+    return f"relay/{topic}"
+
+
+class EmbeddedTopic:
+    """A `Source` over the store. Positions are gapless and in commit order per key: the relay alone sets them."""
+
+    def __init__(self, store: Store, name: str, partitions: int) -> None:
+        self._store = store
+        self.name = name
+        self.partitions = partitions
+
+    def identity(self) -> str:
+        made = sa.select(TOPICS.c.made_at_us).where(TOPICS.c.topic == self.name)
+        return f"embedded/{self._store.read(lambda tx: tx.execute(made).scalar_one())}"
+
+    def bounds(self, partition: int) -> Bounds:
+        return self._store.read(lambda tx: bounds(tx, self.name, partition))
+
+    def fetch(self, partition: int, position: int, count_max: int, wait_seconds: float) -> list[Record]:
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            records = self._store.read(lambda tx: published(tx, self.name, partition, position, count_max))
+            if records and records[0].position == position:
+                return records
+            if records or position > 0:
+                self._must_be_inside(partition, position)
+            if time.monotonic() >= deadline:
+                return []
+            time.sleep(POLL_SECONDS)
+
+    def position_at(self, partition: int, time_us: int) -> int:
+        return self._store.read(lambda tx: position_at(tx, self.name, partition, time_us))
+
+    def close(self) -> None:
+        """Nothing is held between calls."""
+
+    def _must_be_inside(self, partition: int, position: int) -> None:
+        inside = self.bounds(partition)
+        place = f"{self.name}/{partition}"
+        if position < inside.first:
+            raise OffsetGone(
+                f"position {position} was purged; the first one kept is {inside.first}",
+                place=place,
+                hint="Replay from a kept position: keyfold topics replay",
+            )
+        if position > inside.next:
+            raise TopicChanged(f"position {position} lies after the end {inside.next}", place=place)
+
+
+def bounds(tx: Transaction, topic: str, partition: int) -> Bounds:
+    here = (MESSAGES.c.topic == topic, MESSAGES.c.partition == partition, MESSAGES.c.position.is_not(None))
+    first = sa.select(sa.func.min(MESSAGES.c.position)).where(*here).scalar_subquery()
+    following = (
+        sa.select(PROGRESS.c.position)
+        .where(PROGRESS.c.job == relay_job(topic), PROGRESS.c.shard == partition)
+        .scalar_subquery()
+    )
+    row = tx.execute(sa.select(first.label("first"), following.label("next"))).one()
+    end = int(row.next or 0)
+    return Bounds(end if row.first is None else int(row.first), end)
+
+
+def published(tx: Transaction, topic: str, partition: int, position: int, count_max: int) -> list[Record]:
+    rows = tx.execute(_PUBLISHED, {"t": topic, "p": partition, "position": position, "count_max": count_max})
+    return [Record(partition, row.position, message_of(row)) for row in rows]
+
+
+def position_at(tx: Transaction, topic: str, partition: int, time_us: int) -> int:
+    """Publication times grow with positions, so a binary search finds the place without an index of times."""
+    inside = bounds(tx, topic, partition)
+    low, high = inside.first, inside.next
+    while low < high:
+        middle = (low + high) // 2
+        at = tx.execute(_PUBLISHED_AT, {"t": topic, "p": partition, "position": middle}).scalar()
+        if at is not None and at >= time_us:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def message_of(row: sa.Row[tuple[object, ...]]) -> Message:
+    return Message(
+        key=row.key,
+        version=row.version,
+        event_time_us=row.event_time_us,
+        schema=row.schema_name,
+        payload=bytes(row.payload),
+        kind=row.kind,
+    )
+
+
+_HERE = (MESSAGES.c.topic == sa.bindparam("t"), MESSAGES.c.partition == sa.bindparam("p"))
+
+_PUBLISHED = (
+    sa.select(MESSAGES)
+    .where(*_HERE, MESSAGES.c.position.is_not(None), MESSAGES.c.position >= sa.bindparam("position"))
+    .order_by(MESSAGES.c.position)
+    .limit(sa.bindparam("count_max"))
+)
+_PUBLISHED_AT = sa.select(MESSAGES.c.published_at_us).where(*_HERE, MESSAGES.c.position == sa.bindparam("position"))

@@ -1,0 +1,309 @@
+"""A Citus cluster is a store like any other: spread by one command, then every statement of core gives right results.
+
+Runs where KEYFOLD_CITUS_URL names an empty database with the Citus extension on every node.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import sqlalchemy as sa
+
+from keyfold.core import audit, deadletters, outbox, progress
+from keyfold.core.access import client_of, create, revoke, rotate, tokens
+from keyfold.core.consumer import ConsumerWorker
+from keyfold.core.context import Context
+from keyfold.core.errors import LostRace, StoreRefused, Unauthenticated
+from keyfold.core.janitor import Janitor
+from keyfold.core.relay import Relay
+from keyfold.core.settings import load as load_settings
+from keyfold.core.store import Store, migrate
+from keyfold.core.store.distribute import distribute, placements
+from keyfold.core.store.schema import EVERYWHERE, METADATA
+from keyfold.core.store.shapes import (
+    compare_and_set,
+    delete,
+    increment,
+    insert,
+    insert_new,
+    load,
+    locking_load,
+    next_numbers,
+    update,
+)
+from keyfold.core.tables import MESSAGES
+from keyfold.core.topics.topic import Message
+from keyfold.core.workers import consumer_named
+from keyfold.parts import PARTS, settings_of_parts
+from keyfold.tally import service
+from keyfold.tally.model import Addition
+from keyfold.tally.tables import TALLIES
+
+URL = os.environ.get("KEYFOLD_CITUS_URL", "")
+
+pytestmark = [
+    pytest.mark.skipif(not URL, reason="KEYFOLD_CITUS_URL names no Citus database"),
+    pytest.mark.xdist_group("citus"),
+]
+
+KEYS = [f"key-{number:03}" for number in range(50)]
+
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[Context]:
+    """The product on the cluster, upgraded with rows in it and then spread."""
+    store = Store.open(URL)
+    migrate.upgrade(store)
+    store.transact(lambda tx: increment(tx, TALLIES, _tallies(["before"], 7)))
+    distribute(store)
+    store.close()
+    settings = load_settings(parts=settings_of_parts(), environ={}, options={"store.url": URL})
+    opened = Context.open(settings, PARTS)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def store(context: Context) -> Store:
+    """The cluster with empty tallies and messages."""
+    for table in (TALLIES, MESSAGES):
+        context.store.transact(lambda tx, table=table: tx.execute(sa.delete(table)))
+    return context.store
+
+
+@pytest.mark.spec("ECO-05")
+def test_distribute_spreads_every_table_and_keeps_its_rows(context: Context) -> None:
+    """Each table lies as it was declared, and what was there before is still there, once."""
+    assert {each.table: each.by for each in placements(context.store)} == {
+        table.name: table.info["distribute_by"] for table in METADATA.tables.values()
+    }
+    assert context.store.read(lambda tx: load(tx, TALLIES, {"key": ["before"]}, ["value"])) == {("before",): (7,)}
+
+
+@pytest.mark.spec("ECO-05")
+def test_distributing_again_changes_nothing(context: Context) -> None:
+    before = placements(context.store)
+    assert not any(spread.changed for spread in distribute(context.store))
+    assert placements(context.store) == before
+
+
+@pytest.mark.spec("ECO-05")
+def test_tables_spread_by_columns_of_one_type_are_colocated(context: Context) -> None:
+    by_type: dict[str, set[int]] = {}
+    for placement in placements(context.store):
+        if placement.by != EVERYWHERE:
+            kind = str(METADATA.tables[placement.table].c[placement.by].type)
+            by_type.setdefault(kind, set()).add(placement.colocation)
+    assert {kind: len(groups) for kind, groups in by_type.items()} == dict.fromkeys(by_type, 1)
+
+
+@pytest.mark.spec("ECO-05")
+def test_a_sqlite_file_is_refused_with_advice(tmp_path: object) -> None:
+    embedded = Store.open(f"sqlite:///{tmp_path}/some.db")
+    with pytest.raises(StoreRefused) as refusal:
+        distribute(embedded)
+    assert "Citus" in str(refusal.value)
+
+
+def test_increment_adds_and_answers_the_new_values(store: Store) -> None:
+    for _ in range(2):
+        answer = store.transact(lambda tx: increment(tx, TALLIES, _tallies(KEYS, 3), returning=["value", "version"]))
+    assert answer == {(key,): (6, 2) for key in KEYS}
+    assert len({_node(store, key) for key in KEYS}) > 1
+
+
+def test_increment_takes_least_greatest_and_latest(store: Store) -> None:
+    store.transact(lambda tx: increment(tx, TALLIES, _tallies(["a"], 5)))
+    changes = {"key": ["a"], "value": [3], "version": [9], "event_version": [4]}
+    store.transact(
+        lambda tx: increment(tx, TALLIES, changes, least=["value"], greatest=["version"], latest=["event_version"])
+    )
+    assert _read(store, ["a"]) == {("a",): (3, 9, 4)}
+
+
+def test_insert_new_answers_only_what_was_new(store: Store) -> None:
+    store.transact(lambda tx: insert_new(tx, TALLIES, _tallies(KEYS[:20], 1)))
+    fresh = store.transact(lambda tx: insert_new(tx, TALLIES, _tallies(KEYS, 2)))
+    assert fresh == {(key,) for key in KEYS[20:]}
+
+
+def test_insert_load_update_and_delete_speak_of_the_same_rows(store: Store) -> None:
+    store.transact(lambda tx: insert(tx, TALLIES, _tallies(KEYS, 1)))
+    changed = store.transact(lambda tx: update(tx, TALLIES, {"key": [*KEYS, "absent"], "value": [8] * 51}))
+    assert changed == 50
+    assert {row[0] for row in _read(store, KEYS).values()} == {8}
+    assert store.transact(lambda tx: delete(tx, TALLIES, {"key": [*KEYS[:30], "absent"]})) == 30
+    assert sorted(_read(store, KEYS)) == [(key,) for key in KEYS[30:]]
+
+
+def test_compare_and_set_saves_new_and_known_rows_and_refuses_a_changed_one(store: Store) -> None:
+    store.transact(lambda tx: compare_and_set(tx, TALLIES, _tallies(KEYS[:25], 1, version=0)))
+    versions = [1] * 25 + [0] * 25
+    columns = {"key": KEYS, "value": [2] * 50, "version": versions, "event_version": [0] * 50}
+    store.transact(lambda tx: compare_and_set(tx, TALLIES, columns))
+    assert set(_read(store, KEYS[:25]).values()) == {(2, 2, 0)}
+    assert set(_read(store, KEYS[25:]).values()) == {(2, 1, 0)}
+    with pytest.raises(LostRace), store.engine.write() as connection:
+        from keyfold.core.store import Transaction
+
+        compare_and_set(Transaction(connection, store.engine, None), TALLIES, columns)
+
+
+def test_locking_load_raises_the_version_of_what_is_there(store: Store) -> None:
+    store.transact(lambda tx: insert(tx, TALLIES, _tallies(KEYS, 4)))
+    found = store.transact(lambda tx: locking_load(tx, TALLIES, {"key": [*KEYS, "absent"]}, ["value", "version"]))
+    assert found == {(key,): (4, 2) for key in KEYS}
+
+
+def test_numbers_grow_and_are_given_once(store: Store) -> None:
+    first = store.transact(lambda tx: list(next_numbers(tx, "messages", 100)))
+    second = store.transact(lambda tx: list(next_numbers(tx, "messages", 100)))
+    assert len({*first, *second}) == 200
+    assert max(first) < min(second)
+
+
+def test_concurrent_increments_lose_nothing(store: Store) -> None:
+    """Four writers of the same fifty keys on all shards at once: every addition counts."""
+
+    def write() -> None:
+        for _ in range(10):
+            store.transact(lambda tx: increment(tx, TALLIES, _tallies(KEYS, 1)), name="increments")
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {row[0] for row in _read(store, KEYS).values()} == {40}
+
+
+def test_concurrent_locking_loads_lose_nothing(store: Store) -> None:
+    """A load that locks, and the save of the same transaction, let nobody pass between them."""
+    store.transact(lambda tx: insert(tx, TALLIES, _tallies(KEYS, 0)))
+
+    def write() -> None:
+        def work(tx: object) -> None:
+            rows = locking_load(tx, TALLIES, {"key": KEYS}, ["value"])  # type: ignore[arg-type]
+            update(tx, TALLIES, {"key": KEYS, "value": [rows[(key,)][0] + 1 for key in KEYS]})  # type: ignore[arg-type]
+
+        for _ in range(5):
+            store.transact(work, name="locking loads")
+
+    threads = [threading.Thread(target=write) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {row[0] for row in _read(store, KEYS).values()} == {15}
+
+
+def test_messages_flow_from_the_outbox_through_relay_and_consumer(context: Context, store: Store) -> None:
+    """Additions sent as events arrive in the tallies exactly once, and every change is announced in order."""
+    partitions = context.topics.partitions(service.EVENTS.name)
+    starts = [context.topics.source(service.EVENTS.name).bounds(partition).next for partition in range(partitions)]
+    for version in (1, 2, 3):
+        messages = [
+            Message(key=key, version=version, event_time_us=version, schema="tally/1", payload=b'{"add":2}')
+            for key in KEYS
+        ]
+        store.transact(lambda tx, messages=messages: outbox.put(tx, context.topics, service.EVENTS.name, messages))
+
+    relay = Relay(context, service.EVENTS.name, "here")
+    consumer = ConsumerWorker(context, consumer_named(context, "tally"), "here")
+    while relay.step():
+        pass
+    source = context.topics.source(service.EVENTS.name)
+    published = [
+        record for partition in range(partitions) for record in source.fetch(partition, starts[partition], 1000, 0)
+    ]
+    assert len(published) == 150
+    for key in KEYS:
+        assert [record.message.version for record in published if record.message.key == key] == [1, 2, 3]
+    for partition in range(partitions):
+        assert source.position_at(partition, 0) == source.bounds(partition).first
+    while consumer.step():
+        pass
+    relay.stop()
+    consumer.stop()
+    assert set(_read(store, KEYS).values()) == {(6, 1, 3)}
+
+
+def test_poison_waits_with_its_key_and_is_driven_again(context: Context, store: Store) -> None:
+    """On the cluster too a poison message is set aside, later ones of its key wait, and a redrive drains them."""
+    topic = service.EVENTS.name
+    payloads = [b'{"add":"x"}', b'{"add":1}']
+    for version, payload in enumerate(payloads, start=1):
+        message = Message(key="poison", version=version, event_time_us=1, schema="tally/1", payload=payload)
+        store.transact(lambda tx, message=message: outbox.put(tx, context.topics, topic, [message]))
+        relay = Relay(context, topic, "here")
+        while relay.step():
+            pass
+        relay.stop()
+        consumer = ConsumerWorker(context, consumer_named(context, "tally"), "here")
+        while consumer.step():
+            pass
+        consumer.stop()
+    letters = store.read(lambda tx: deadletters.listed(tx, "tally"))
+    assert [(letter.version, letter.state) for letter in letters] == [(1, "dead"), (2, "parked")]
+    dead = letters[0]
+    deadletters.discard(store, "tally", topic, dead.partition, dead.position, actor="test")
+    known = consumer_named(context, "tally")
+    assert deadletters.redrive(store, "tally", topic, known.apply, ordered=known.ordered).applied == 1
+    assert store.read(lambda tx: deadletters.listed(tx, "tally")) == []
+
+
+def test_the_janitor_purges_and_measures(context: Context) -> None:
+    janitor = Janitor(context)
+    janitor.measure()
+    assert janitor.purge() >= 0
+
+
+def test_tokens_and_the_audit_chain(store: Store) -> None:
+    text = create(store, "cluster", ["read"])
+    token_id = text.split("_")[1]
+    client, _ = client_of(store, text)
+    assert client.name == "cluster"
+    rotated = rotate(store, token_id, overlap_seconds=60)
+    revoke(store, token_id)
+    with pytest.raises(Unauthenticated):
+        client_of(store, text)
+    assert client_of(store, rotated)[0].client_id == client.client_id
+    assert any(token.token_id == token_id and token.revoked_at_us for token in tokens(store))
+    assert store.read(audit.broken) is None
+
+
+def test_a_consumer_is_set_back(context: Context, store: Store) -> None:
+    job = consumer_named(context, "tally").job
+    store.transact(lambda tx: progress.adopt(tx, job, 0, 2**40, "embedded/test"), name="adopt") if not store.read(
+        lambda tx: progress.positions(tx, job)
+    ) else None
+    store.transact(lambda tx: progress.rewind(tx, job, 0, 0))
+    assert store.read(lambda tx: progress.positions(tx, job))[0].position == 0
+
+
+def test_the_tally_service_works_on_the_cluster(context: Context, store: Store) -> None:
+    """Add, replace and read, with their messages, as the HTTP door and the command line call them."""
+    store.transact(lambda tx: service.add(tx, context.topics, [Addition(key, 5) for key in KEYS]))
+    store.transact(lambda tx: service.replace(tx, context.topics, KEYS[0], 9, 1))
+    found = store.read(lambda tx: service.read(tx, [*KEYS, "never"]))
+    assert found[KEYS[0]].value == 9
+    assert {found[key].value for key in KEYS[1:]} == {5}
+    assert found["never"].version == 0
+
+
+def _tallies(keys: list[str], value: int, version: int = 1) -> dict[str, list[object]]:
+    count = len(keys)
+    return {"key": list(keys), "value": [value] * count, "version": [version] * count, "event_version": [0] * count}
+
+
+def _read(store: Store, keys: list[str]) -> dict[tuple[object, ...], tuple[object, ...]]:
+    return store.read(lambda tx: load(tx, TALLIES, {"key": keys}, ["value", "version", "event_version"]))
+
+
+def _node(store: Store, key: str) -> int:
+    return int(
+        store.read(
+            lambda tx: tx.driver("SELECT get_shard_id_for_distribution_column('tallies', %s)", (key,)).scalar_one()
+        )
+    )

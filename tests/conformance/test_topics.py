@@ -1,0 +1,297 @@
+"""What a topic must do, whether it lives in the store or in Kafka: outbox → relay → topic → consumer."""
+
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from tests.product import consume_all, consumer_worker, message, opened, put, read_all, relay_all
+
+from keyfold.core import deadletters, outbox
+from keyfold.core.clock import SECOND_US, ManualClock
+from keyfold.core.context import Context
+from keyfold.core.errors import BadInput, OffsetGone, PartitionStopped, TopicChanged
+from keyfold.core.janitor import Janitor
+from keyfold.core.relay import Relay
+from keyfold.core.store import Transaction, shapes
+from keyfold.core.tables import MESSAGES, PROGRESS
+from keyfold.core.topics.topic import Record, TopicSpec, partition_of
+from keyfold.tally.tables import TALLIES
+
+pytestmark = [pytest.mark.spec("CORE-05", "CORE-06"), pytest.mark.xdist_group("kafka")]
+
+BACKENDS = ("embedded on sqlite", "embedded on postgresql", "kafka")
+
+
+class Trial:
+    """A product with one topic on one backend."""
+
+    def __init__(self, context: Context, topic: str) -> None:
+        self.context = context
+        self.topic = topic
+        self.relay = Relay(context, topic, "w1")
+
+    def publish(self, *messages: object) -> None:
+        put(self.context, self.topic, messages)  # type: ignore[arg-type]
+        relay_all(self.relay)
+
+    def records(self) -> dict[int, list[Record]]:
+        return read_all(self.context, self.topic)
+
+
+@pytest.fixture(params=BACKENDS)
+def trial(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trial]:
+    topic = f"trial-{uuid.uuid4().hex[:8]}"
+    url = f"sqlite:///{tmp_path / 'keyfold.db'}"
+    options: dict[str, object] = {}
+    if request.param == "embedded on postgresql":
+        url = request.getfixturevalue("postgres_url")
+    if request.param == "kafka":
+        server = request.getfixturevalue("kafka_server")
+        server.create_topic(topic, 3)
+        options = {"topics__kind": "kafka", "topics__kafka": server.bootstrap}
+    with opened(url, [TopicSpec(topic, "a trial", 3)], **options) as context:
+        yield Trial(context, topic)
+
+
+def count_into_tallies(tx: Transaction, records: Sequence[Record]) -> None:
+    """A consumer that counts messages by key; it knows of no duplicates, so its position must."""
+    keys = [record.message.key for record in records]
+    if any(record.message.payload == b"poison" for record in records):
+        raise ValueError("this message cannot be applied")
+    ones = [1] * len(keys)
+    shapes.increment(tx, TALLIES, {"key": keys, "value": ones, "version": ones, "event_version": [0] * len(keys)})
+
+
+def tallies(context: Context) -> dict[str, int]:
+    return {row.key: row.value for row in context.store.read(lambda tx: tx.execute(sa.select(TALLIES)).all())}
+
+
+def test_a_message_arrives_as_it_was_put_in_the_partition_of_its_key(trial: Trial) -> None:
+    sent = message("ключ", 7, b"\x00\xffbytes", kind="photo")
+    trial.publish(sent)
+    ((partition, records),) = [(p, r) for p, r in trial.records().items() if r]
+    assert partition == partition_of("ключ", 3)
+    assert [record.message for record in records] == [sent]
+
+
+def test_nothing_is_published_of_a_transaction_that_rolled_back(trial: Trial) -> None:
+    def work(tx: Transaction) -> None:
+        outbox.put(tx, trial.context.topics, trial.topic, [message("a", 1)])
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        trial.context.store.transact(work)
+    relay_all(trial.relay)
+    assert not any(trial.records().values())
+
+
+def test_messages_of_concurrent_writers_all_arrive_in_version_order_per_key(trial: Trial) -> None:
+    keys = [f"k{number}" for number in range(12)]
+
+    def write(_: int) -> None:
+        for _ in range(20):
+            trial.context.store.transact(change)
+
+    def change(tx: Transaction) -> None:
+        ones = [1] * len(keys)
+        columns = {"key": keys, "value": ones, "version": ones, "event_version": [0] * len(keys)}
+        after = shapes.increment(tx, TALLIES, columns, returning=["version"])
+        outbox.put(tx, trial.context.topics, trial.topic, [message(key, row[0]) for (key,), row in after.items()])
+
+    with ThreadPoolExecutor(4) as pool:
+        writing = [pool.submit(write, number) for number in range(3)]
+        while not all(each.done() for each in writing):
+            trial.relay.step()
+        for each in writing:
+            each.result()
+    relay_all(trial.relay)
+    versions: dict[str, list[int]] = {key: [] for key in keys}
+    for records in trial.records().values():
+        for record in records:
+            versions[record.message.key].append(record.message.version)
+    assert versions == {key: list(range(1, 61)) for key in keys}
+
+
+def test_the_same_version_of_a_key_cannot_be_put_twice(trial: Trial) -> None:
+    put(trial.context, trial.topic, [message("a", 1)])
+    with pytest.raises(BadInput):
+        put(trial.context, trial.topic, [message("a", 1)])
+    put(trial.context, trial.topic, [message("a", 1, kind="other")])
+
+
+@pytest.mark.spec("CORE-14")
+def test_a_message_above_the_limit_is_refused_with_its_key(trial: Trial) -> None:
+    with pytest.raises(BadInput, match="big"):
+        put(trial.context, trial.topic, [message("big", 1, b"x" * 900_001)])
+
+
+@pytest.mark.spec("CORE-08")
+def test_a_consumer_applies_every_message_once_whoever_runs_it(trial: Trial) -> None:
+    trial.publish(*(message(f"k{number % 10}", number) for number in range(1, 201)))
+    consume_all(first := consumer_worker(trial.context, trial.topic, count_into_tallies))
+    first.stop()
+    trial.publish(*(message(f"k{number % 10}", number) for number in range(201, 301)))
+    consume_all(consumer_worker(trial.context, trial.topic, count_into_tallies, worker="w2"))
+    assert tallies(trial.context) == {f"k{number}": 30 for number in range(10)}
+
+
+@pytest.mark.spec("CORE-02", "CORE-08")
+def test_a_consumer_that_lost_its_partition_changes_nothing(trial: Trial) -> None:
+    trial.publish(*(message("a", number) for number in range(1, 6)))
+    partition = partition_of("a", 3)
+    zombie = consumer_worker(trial.context, trial.topic, count_into_tallies)
+    zombie._shards.tick()
+    lease = zombie._shards.held[partition]
+    zombie._positions[partition] = (lease.ticket, 0)
+    trial.context.store.transact(
+        lambda tx: tx.execute(sa.update(PROGRESS).values(ticket=lease.ticket + 1, position=5)) and None
+    )
+    zombie.step()
+    assert tallies(trial.context) == {}
+
+
+@pytest.mark.spec("CORE-09")
+def test_a_poison_message_is_set_aside_and_the_rest_of_its_batch_commits(trial: Trial) -> None:
+    trial.publish(
+        message("a", 1), message("b", 1), message("b", 2, b"poison"), message("b", 3), message("c", 1), message("a", 2)
+    )
+    consume_all(worker := consumer_worker(trial.context, trial.topic, count_into_tallies))
+    assert tallies(trial.context) == {"a": 2, "b": 1, "c": 1}
+    letters = trial.context.store.read(deadletters.listed)
+    assert [(letter.key, letter.version, letter.state) for letter in letters] == [("b", 2, "dead"), ("b", 3, "parked")]
+    assert letters[0].reason == "ValueError: this message cannot be applied"
+    trial.publish(message("b", 4))
+    consume_all(worker)
+    assert tallies(trial.context)["b"] == 1
+
+
+@pytest.mark.spec("CORE-09")
+def test_a_redrive_applies_what_waited_in_order_and_the_key_flows_again(trial: Trial) -> None:
+    trial.publish(message("b", 1, b"poison"), message("b", 2), message("b", 3))
+    consume_all(worker := consumer_worker(trial.context, trial.topic, count_into_tallies))
+    store = trial.context.store
+
+    failed = deadletters.redrive(store, "trial", trial.topic, count_into_tallies, ordered=True)
+    assert (failed.applied, [letter.version for letter in failed.failed]) == (0, [1])
+    assert [letter.tries for letter in store.read(deadletters.listed)] == [4, 0, 0]
+
+    order: list[int] = []
+
+    def mended(tx: Transaction, records: Sequence[Record]) -> None:
+        order.extend(record.message.version for record in records)
+
+    assert deadletters.redrive(store, "trial", trial.topic, mended, ordered=True).applied == 3
+    assert order == [1, 2, 3]
+    assert store.read(deadletters.listed) == []
+    trial.publish(message("b", 4))
+    consume_all(worker)
+    assert tallies(trial.context) == {"b": 1}
+
+
+@pytest.mark.spec("CORE-09")
+def test_a_discarded_letter_lets_its_key_flow_again(trial: Trial) -> None:
+    trial.publish(message("b", 1, b"poison"))
+    consume_all(worker := consumer_worker(trial.context, trial.topic, count_into_tallies))
+    (letter,) = trial.context.store.read(deadletters.listed)
+    deadletters.discard(trial.context.store, "trial", trial.topic, letter.partition, letter.position, actor="a test")
+    trial.publish(message("b", 2))
+    consume_all(worker)
+    assert tallies(trial.context) == {"b": 1}
+
+
+@pytest.mark.spec("CORE-09")
+def test_where_order_does_not_matter_nothing_waits(trial: Trial) -> None:
+    trial.publish(message("b", 1, b"poison"), message("b", 2), message("b", 3))
+    consume_all(consumer_worker(trial.context, trial.topic, count_into_tallies, ordered=False))
+    assert tallies(trial.context) == {"b": 2}
+    assert [letter.state for letter in trial.context.store.read(deadletters.listed)] == ["dead"]
+
+
+@pytest.mark.spec("CORE-09")
+def test_too_many_waiting_keys_stop_the_partition_loudly_and_lose_nothing(tmp_path: Path) -> None:
+    with opened(
+        f"sqlite:///{tmp_path / 'keyfold.db'}", [TopicSpec("t", "a trial", 1)], limits__parked_keys_max=2
+    ) as context:
+        trial = Trial(context, "t")
+        trial.publish(*(message(f"k{number}", 1, b"poison") for number in range(3)), message("z", 1))
+        worker = consumer_worker(context, "t", count_into_tallies)
+        with pytest.raises(PartitionStopped, match="keyfold topics redrive trial"):
+            consume_all(worker)
+        assert len(context.store.read(deadletters.listed)) == 2
+        assert tallies(context) == {}
+        deadletters.redrive(context.store, "trial", "t", lambda tx, records: None, ordered=True)
+        consume_all(worker)
+        assert tallies(context) == {"z": 1}
+
+
+@pytest.mark.spec("CORE-05")
+def test_positions_outside_the_topic_are_named_errors(trial: Trial) -> None:
+    trial.publish(message("a", 1))
+    source = trial.context.topics.source(trial.topic)
+    with pytest.raises(TopicChanged):
+        source.fetch(partition_of("a", 3), 100, 10, 1.0)
+    assert source.fetch(partition_of("a", 3), 1, 10, 0.0) == []
+    source.close()
+
+
+@pytest.mark.spec("CORE-07")
+def test_published_messages_are_kept_for_the_window_and_no_longer(tmp_path: Path) -> None:
+    clock = ManualClock()
+    url = f"sqlite:///{tmp_path / 'keyfold.db'}"
+    with opened(url, [TopicSpec("t", "a trial", 1)], clock=clock, topics__replay_seconds=600) as context:
+        trial = Trial(context, "t")
+        trial.publish(message("old", 1))
+        clock.advance(500)
+        trial.publish(message("new", 1))
+        source = context.topics.source("t")
+        assert source.position_at(0, clock.now_us()) == 1
+        assert source.position_at(0, clock.now_us() + SECOND_US) == 2
+        clock.advance(200)
+        put(context, "t", [message("pending", 1)])
+        Janitor(context).purge()
+        assert [record.message.key for record in source.fetch(0, 1, 10, 0)] == ["new"]
+        with pytest.raises(OffsetGone, match="the first one kept is 1"):
+            source.fetch(0, 0, 10, 0)
+        relay_all(trial.relay)
+        assert [record.position for record in source.fetch(0, 1, 10, 0)] == [1, 2]
+
+
+@pytest.mark.spec("CORE-07", "CORE-08")
+def test_what_a_consumer_has_yet_to_read_is_not_purged(tmp_path: Path) -> None:
+    clock = ManualClock()
+    url = f"sqlite:///{tmp_path / 'keyfold.db'}"
+    with opened(url, [TopicSpec("t", "a trial", 1)], clock=clock, topics__replay_seconds=60) as context:
+        trial = Trial(context, "t")
+        trial.publish(message("a", 1))
+        consume_all(worker := consumer_worker(context, "t", count_into_tallies))
+        trial.publish(message("a", 2))
+        clock.advance(1000)
+        Janitor(context).purge()
+        worker._shards._next_at = float("-inf")
+        worker._shards._lease_seconds = 10**6
+        consume_all(worker)
+        assert tallies(context) == {"a": 2}
+
+
+def test_two_relays_share_a_topic_and_neither_repeats_nor_loses(trial: Trial) -> None:
+    second = Relay(trial.context, trial.topic, "w2")
+    put(trial.context, trial.topic, [message(f"k{number}", 1) for number in range(300)])
+    for relay in (trial.relay, second, trial.relay, second):
+        relay._shards.tick(force=True)
+    held = [set(relay._shards.held) for relay in (trial.relay, second)]
+    assert sorted(len(each) for each in held) == [1, 2]
+    relay_all(trial.relay)
+    relay_all(second)
+    keys = [record.message.key for records in trial.records().values() for record in records]
+    assert sorted(keys) == sorted(f"k{number}" for number in range(300))
+
+
+def test_every_published_row_has_a_position_and_none_is_left(trial: Trial) -> None:
+    trial.publish(*(message(f"k{number}", 1) for number in range(50)))
+    unpublished = sa.select(sa.func.count()).where(MESSAGES.c.position.is_(None))
+    assert trial.context.store.read(lambda tx: tx.execute(unpublished).scalar_one()) == 0
+    for records in trial.records().values():
+        assert [record.position for record in records] == list(range(len(records)))
