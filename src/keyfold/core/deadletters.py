@@ -5,6 +5,7 @@ a redrive drains by updating and at last deleting it: whichever comes second fin
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import sqlalchemy as sa
 from msgspec import Struct
@@ -139,13 +140,13 @@ def redrive(
         if ordered and letter.key in stuck:
             continue
         try:
-            applied += store.transact(lambda tx, letter=letter: _apply_one(tx, letter, apply, ordered), name="redrive")
+            applied += store.transact(partial(_apply_one, letter=letter, apply=apply, ordered=ordered), name="redrive")
         except Unavailable:
             raise
         except Exception as error:
             stuck.add(letter.key)
             reason = f"{type(error).__name__}: {error}"
-            store.transact(lambda tx, letter=letter, reason=reason: _failed_again(tx, letter, reason), name="redrive")
+            store.transact(partial(_failed_again, letter=letter, reason=reason), name="redrive")
             failed.append(letter)
     return Redriven(applied, failed)
 

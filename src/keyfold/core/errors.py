@@ -67,6 +67,20 @@ class WrongMediaType(BadInput):
     status = 415
 
 
+class TooSlow(BadInput):
+    """The body did not arrive in time"""
+
+    slug = "too-slow"
+    status = 408
+
+
+class AddressTooLong(BadInput):
+    """The address is longer than the limit"""
+
+    slug = "address-too-long"
+    status = 414
+
+
 class Unauthenticated(KeyfoldError):
     """A valid client token is needed"""
 

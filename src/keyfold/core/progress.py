@@ -68,7 +68,7 @@ def positions(tx: Transaction, job: str) -> dict[int, Progress]:
     rows = tx.driver(
         f"SELECT shard, position, ticket, moved_at_us FROM progress WHERE job = {_mark(tx)} ORDER BY shard", (job,)
     )
-    return {int(shard): Progress(int(position), int(ticket), int(moved)) for shard, position, ticket, moved in rows}
+    return {row.shard: Progress(row.position, row.ticket, row.moved_at_us) for row in rows}
 
 
 def rewind(tx: Transaction, job: str, shard: int, position: int, *, source: str | None = None) -> None:
@@ -91,13 +91,11 @@ def rewind(tx: Transaction, job: str, shard: int, position: int, *, source: str 
 def _why_refused(tx: Transaction, job: str, shard: int, ticket: int, source: str) -> KeyfoldError:
     """The refused INSERT holds the row's lock, so this reads what it was refused by."""
     mark = _mark(tx)
-    stored_ticket, stored_source = tx.driver(
-        f"SELECT ticket, source FROM progress WHERE job = {mark} AND shard = {mark}", (job, shard)
-    ).one()
-    if stored_ticket > ticket:
-        return TicketRefused(f"shard {shard} of {job} is under ticket {stored_ticket}, newer than {ticket}")
+    stored = tx.driver(f"SELECT ticket, source FROM progress WHERE job = {mark} AND shard = {mark}", (job, shard)).one()
+    if stored.ticket > ticket:
+        return TicketRefused(f"shard {shard} of {job} is under ticket {stored.ticket}, newer than {ticket}")
     return TopicChanged(
-        f"shard {shard} of {job} was read from {stored_source}, which is now {source or 'unnamed'}",
+        f"shard {shard} of {job} was read from {stored.source}, which is now {source or 'unnamed'}",
         hint="If the new one is meant, rewind the shard and name it",
     )
 

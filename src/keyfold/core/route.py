@@ -20,6 +20,7 @@ class Route(Struct, frozen=True, kw_only=True):
     scope: str
     run: Operation | Callable[[Ask], Outcome]
     body: type[Struct] | None = None
+    path_type: type[Struct] | None = None  # what the parts of the path must be
     query: type[Struct] | None = None
     answer: Any = None
     status: int = 200
@@ -27,4 +28,4 @@ class Route(Struct, frozen=True, kw_only=True):
     idempotent: bool = False  # a write: Idempotency-Key is taken
     errors: tuple[type[KeyfoldError], ...] = ()
     description: str = ""
-    tag: str = ""
+    tag: str = ""  # in the documentation; the part's name where it is empty

@@ -1,6 +1,7 @@
 """The endpoints of the tally."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -26,6 +27,10 @@ class ReplaceBody(Struct, frozen=True, forbid_unknown_fields=True):
     value: Value
 
 
+class ReplacePath(Struct, frozen=True):
+    key: Key
+
+
 class Tallies(Struct, frozen=True):
     """The tallies, in the order asked for."""
 
@@ -36,8 +41,7 @@ def routes(context: Context) -> list[Route]:
     items_max = context.limits.batch_items_max
 
     def check(ask: Ask) -> None:
-        keys = _keys(ask)
-        if len(keys) > items_max:
+        if len(keys := _keys(ask)) > items_max:
             raise TooLarge(f"{len(keys)} items, {items_max} are allowed in one request")
         ask.client.must_see("tally", keys)
 
@@ -52,50 +56,24 @@ def routes(context: Context) -> list[Route]:
     def replace(tx: Transaction, asks: Sequence[Ask]) -> list[Outcome]:
         return [_replaced(context, tx, ask) for ask in asks]
 
-    def operation(name: str, apply: object, *, writes: bool) -> Operation:
-        return Operation(
-            name=name,
-            apply=apply,  # type: ignore[arg-type]
-            writes=writes,
-            check=check,
-            key=lambda ask: _keys(ask)[0],
-            weight=lambda ask: len(_keys(ask)),
-        )
-
+    gathered = partial(Operation, check=check, key=lambda ask: _keys(ask)[0], weight=lambda ask: len(_keys(ask)))
+    adding = gathered(name="tally add", apply=add, writes=True)
+    reading = gathered(name="tally read", apply=read, writes=False)
+    replacing = gathered(name="tally replace", apply=replace, writes=True)
+    post, put = partial(Route, method="POST"), partial(Route, method="PUT", if_match=True, errors=(VersionStale,))
+    tallies, one = partial(post, answer=Tallies), partial(put, answer=Tally, path_type=ReplacePath)
     return [
-        Route(
-            method="POST",
-            path="/v1/tallies",
-            summary="Add to tallies",
-            scope="ingest",
-            run=operation("tally add", add, writes=True),
-            body=AddBody,
-            answer=Tallies,
-            idempotent=True,
-            tag="tally",
+        tallies(
+            path="/v1/tallies", summary="Add to tallies", scope="ingest", body=AddBody, run=adding, idempotent=True
         ),
-        Route(
-            method="POST",
-            path="/v1/tallies/read",
-            summary="Read tallies",
-            scope="read",
-            run=operation("tally read", read, writes=False),
-            body=ReadBody,
-            answer=Tallies,
-            tag="tally",
-        ),
-        Route(
-            method="PUT",
+        tallies(path="/v1/tallies/read", summary="Read tallies", scope="read", body=ReadBody, run=reading),
+        one(
             path="/v1/tallies/{key}",
-            summary="Set a tally that you have seen",
+            summary="Set a tally",
             scope="ingest",
-            run=operation("tally replace", replace, writes=True),
             body=ReplaceBody,
-            answer=Tally,
-            if_match=True,
+            run=replacing,
             idempotent=True,
-            errors=(VersionStale,),
-            tag="tally",
         ),
     ]
 

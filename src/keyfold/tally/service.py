@@ -7,6 +7,7 @@ import msgspec
 from keyfold.core import outbox
 from keyfold.core.errors import VersionStale
 from keyfold.core.store import Transaction
+from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import compare_and_set, increment, load
 from keyfold.core.topics.registry import Topics
 from keyfold.core.topics.topic import Message, Record, TopicSpec
@@ -22,7 +23,7 @@ def add(
 ) -> dict[str, Tally]:
     """Add to the tallies and announce the new values."""
     sums = folded(additions)
-    columns = {
+    columns: Columns = {
         "key": list(sums),
         "value": list(sums.values()),
         "version": [1] * len(sums),
@@ -40,8 +41,8 @@ def replace(tx: Transaction, topics: Topics, key: str, value: int, version: int)
     current, event_version = found.get((key,), (0, 0))
     if current != version:
         raise VersionStale(f"the tally {key!r} is at version {current}, not {version}", hint="Read it again")
-    columns = {"key": [key], "value": [value], "version": [version], "event_version": [event_version]}
-    compare_and_set(tx, TALLIES, columns)
+    row: Columns = {"key": [key], "value": [value], "version": [version], "event_version": [event_version]}
+    compare_and_set(tx, TALLIES, row)
     changed = Tally(key, value, version + 1)
     _announce(tx, topics, [changed])
     return changed

@@ -39,7 +39,7 @@ class SqlLeases:
             now_us = tx.now_us
             expires_at_us = now_us + _us(seconds)
             count = len(wanted)
-            rows = {
+            rows: Columns = {
                 "name": wanted,
                 "holder": [holder] * count,
                 "ticket": [FIRST_TICKET] * count,
@@ -54,9 +54,7 @@ class SqlLeases:
                 " RETURNING name, ticket",
                 (*parameters, now_us),
             )
-            return sorted(
-                (Lease(str(name), holder, int(ticket), expires_at_us) for name, ticket in taken), key=_by_name
-            )
+            return sorted((Lease(row.name, holder, row.ticket, expires_at_us) for row in taken), key=_by_name)
 
         return self._store.transact(take, name="acquire leases")
 
@@ -105,7 +103,8 @@ class SqlLeases:
                 f" WHERE leases.expires_at_us > {_mark(tx)}",
                 (*parameters, tx.now_us),
             )
-            return sorted((Lease(*row) for row in rows), key=_by_name)
+            found = (Lease(row.name, row.holder, row.ticket, row.expires_at_us) for row in rows)
+            return sorted(found, key=_by_name)
 
         return self._store.read(look)
 

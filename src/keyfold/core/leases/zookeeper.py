@@ -36,7 +36,6 @@ from msgspec import Struct
 from keyfold.core.clock import SECOND_US, SystemClock
 from keyfold.core.errors import (
     CommitUnknown,
-    KeyfoldError,
     LeasesUnreachable,
     LostRace,
     SettingsWrong,
@@ -46,7 +45,14 @@ from keyfold.core.leases.lease import Lease
 
 try:
     from kazoo.client import KazooClient
-    from kazoo.exceptions import BadVersionError, KazooException, NodeExistsError, NoNodeError
+    from kazoo.exceptions import (
+        BadVersionError,
+        KazooException,
+        NodeExistsError,
+        NoNodeError,
+        RolledBackError,
+        RuntimeInconsistency,
+    )
     from kazoo.handlers.threading import KazooTimeoutError
     from kazoo.protocol.states import KazooState, KeeperState
     from kazoo.retry import KazooRetry
@@ -66,6 +72,7 @@ CLOSE_SECONDS_MAX = 5.0
 
 # What ZooKeeper may answer to a sound request; everything else means that it did not answer.
 _ANSWERS = (NoNodeError, NodeExistsError, BadVersionError)
+_UNDONE = (RolledBackError, RuntimeInconsistency)
 _DEAD = (KeeperState.CLOSED, KeeperState.AUTH_FAILED)
 
 
@@ -93,7 +100,8 @@ class Published(Struct, frozen=True):
 class ZooKeeperLeases:
     """Leases granted by an ensemble, held by one session. Connects at the first call; every call is bounded in time.
 
-    The ensemble must grant sessions of `session_seconds` (its maxSessionTimeout is 20 ticks unless set).
+    A session ends `session_seconds` after the ensemble last heard of it, and a lease with it, however long it was
+    asked for. The ensemble must grant such sessions: its maxSessionTimeout is 20 ticks unless set.
     """
 
     def __init__(self, hosts: str, session_seconds: float) -> None:
@@ -247,7 +255,7 @@ class ZooKeeperLeases:
             raise CommitUnknown(f"ZooKeeper went away while {path} was published: {error.detail}") from error
         if isinstance(ticket, _ANSWERS) or isinstance(holder, _ANSWERS):
             raise _refused(lease)
-        if isinstance(written, KazooException):
+        if isinstance(written, _ANSWERS):
             raise LostRace(f"{path} is no longer at version {version}")
         return 0 if version is None else int(written.version)
 
@@ -335,14 +343,16 @@ class ZooKeeperLeases:
     # Handing back -------------------------------------------------------------------------------------------------
 
     def _tidy(self) -> None:
-        """Hand back what nobody renewed, what could not be handed back before, and what a lost answer may have taken."""
+        """Hand back what nobody renewed, what could not be handed back before, and what a lost answer took."""
         while not self._closed.is_set():
             self._untidy.wait(self._seconds_to_next_end())
             self._untidy.clear()
             try:
                 self._hand_back_overdue()
                 self._hand_back_doubtful()
-            except KeyfoldError:
+            except Exception as error:
+                if not isinstance(error, LeasesUnreachable):
+                    log.warning("handing leases back failed", exc_info=error)
                 self._untidy.set()
                 self._closed.wait(TIDY_AGAIN_SECONDS)
 
@@ -430,8 +440,7 @@ class ZooKeeperLeases:
 
     def _end(self, seconds: float) -> tuple[float, int]:
         """When something asked for now will end, by the monotonic clock and, estimated, by the wall clock."""
-        term_seconds = min(seconds, self._session_seconds)
-        return time.monotonic() + term_seconds, self._clock.now_us() + round(term_seconds * SECOND_US)
+        return time.monotonic() + seconds, self._clock.now_us() + round(seconds * SECOND_US)
 
     def _answers_for(self, lease: Lease) -> bool:
         with self._lock:
@@ -472,13 +481,16 @@ class _Call:
 
     def _answer(self, request: Any) -> Any:
         try:
-            return request.get(timeout=max(0.0, self._deadline - time.monotonic()))
-        except _ANSWERS as answer:
-            return answer
+            answer = request.get(timeout=max(0.0, self._deadline - time.monotonic()))
+        except _ANSWERS as refusal:
+            return refusal
         except (KazooException, KazooTimeoutError) as error:
-            raise LeasesUnreachable(
-                f"ZooKeeper did not answer: {str(error) or type(error).__name__}", retry_after_seconds=1
-            ) from error
+            raise _unreachable(error) from error
+        # A multi answers for each of its steps; those beside the refused one are undone.
+        for step in answer if isinstance(answer, list) else ():
+            if isinstance(step, KazooException) and not isinstance(step, _ANSWERS + _UNDONE):
+                raise _unreachable(step)
+        return answer
 
 
 def _silent_logger() -> logging.Logger:
@@ -507,6 +519,11 @@ def _bounded(work: Callable[[], None], seconds: float) -> None:
     thread = threading.Thread(target=work, name="zookeeper-close", daemon=True)
     thread.start()
     thread.join(seconds)
+
+
+def _unreachable(error: Exception) -> LeasesUnreachable:
+    reason = str(error) or type(error).__name__
+    return LeasesUnreachable(f"ZooKeeper did not answer: {reason}", retry_after_seconds=1)
 
 
 def _refused(lease: Lease) -> TicketRefused:
