@@ -312,3 +312,18 @@ def test_an_empty_store_is_refused_until_it_is_upgraded(store_url: str) -> None:
     migrate.upgrade(store)
     migrate.must_be_current(store, store_url)
     store.close()
+
+
+def test_a_transaction_that_runs_too_long_is_rolled_back(store_url: str) -> None:
+    """The relay's lower bound and the purges rest on no transaction being older than the limit."""
+    store = Store.open(store_url, limits=Limits(transaction_seconds_max=1, lock_seconds_max=1))
+    migrate.upgrade(store)
+
+    def slow(tx: Transaction) -> None:
+        add(["a"])(tx)
+        threading.Event().wait(1.1)
+
+    with pytest.raises(StoreBusy, match="longer than 1 seconds"):
+        store.transact(slow)
+    assert values(store) == {}
+    store.close()

@@ -20,7 +20,11 @@ DRAIN_SECONDS_MAX = 2.0
 _JSON_TYPE = re.compile(rb'application/json\s*(;\s*charset\s*=\s*"?utf-8"?\s*)?;?', re.IGNORECASE)
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_HALF = re.compile(rb"\\u[dD](?:[89abAB]\w\w(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]\w\w\\u[dD])[c-fC-F])")
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+_decode_any = msgspec.json.Decoder().decode
+_encode = msgspec.json.Encoder().encode
 
 
 class Decoder:
@@ -33,8 +37,9 @@ class Decoder:
 
     def __call__(self, body: bytes) -> Struct:
         try:
-            decoded = cast(Struct, self._decode(body))
+            decoded = self._decode(body)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            must_hold_whole_characters(body)
             raise refused_input(error, "the body") from None
         if self._depth_max is not None:
             must_not_be_deeper(body, self._depth_max)
@@ -133,6 +138,12 @@ def must_hold_no_nul(body: bytes) -> None:
         raise BadInput("text may not contain NUL (\\u0000)", place=f"byte {found.end() - 6}")
 
 
+def must_hold_whole_characters(body: bytes) -> None:
+    """The decoder calls half a surrogate pair a truncated body, which would send the caller looking elsewhere."""
+    if found := _HALF.search(body):
+        raise BadInput("a \\u escape is half of a surrogate pair", place=f"byte {found.start()}")
+
+
 def must_not_repeat_names(body: bytes) -> None:
     """A name twice in one object means different things to different readers, so it means nothing to us.
 
@@ -140,7 +151,7 @@ def must_not_repeat_names(body: bytes) -> None:
     the names, and costs about as much as decoding. Only an escaped colon could hide one; then the names are looked at.
     """
     hidden = b"\\u003" in body
-    if hidden or msgspec.json.encode(msgspec.json.decode(body)).count(b":") < body.count(b":"):
+    if hidden or _encode(_decode_any(body)).count(b":") < body.count(b":"):
         json.loads(body, object_pairs_hook=_must_be_distinct)
 
 
@@ -152,11 +163,11 @@ def _must_be_distinct(pairs: list[tuple[str, object]]) -> None:
 
 
 def must_not_be_deeper(body: bytes, depth_max: int) -> None:
-    """Refuse valid JSON that nests deeper: without its strings, each pass takes away the innermost brackets."""
+    """Refuse valid JSON that nests deeper: of its brackets alone, each pass takes away the innermost level."""
     if body.count(b"[") + body.count(b"{") <= depth_max:
         return
-    brackets = _STRING.sub(b"", body).translate(None, _NOT_BRACKETS)
+    brackets = _STRING.sub(b"", body).translate(_ONE_KIND, _NOT_BRACKETS)
     for _ in range(depth_max):
-        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+        brackets = brackets.replace(b"[]", b"")
     if brackets:
         raise TooDeep(f"the body nests deeper than {depth_max} levels")

@@ -156,12 +156,14 @@ class Store:
     def _attempt(self, work: Callable[[Transaction], T], token: str | None, unknown: list[T]) -> T:
         try:
             with self.engine.write() as connection:
+                started = time.monotonic()
                 try:
                     transaction = Transaction(connection, self.engine, self._clock)
                     if token and not _claim(transaction, token):
                         self.engine.rollback(connection)
                         return unknown[-1]
                     result = work(transaction)
+                    self._must_be_in_time(started)
                 except BaseException:
                     self._roll_back_quietly(connection)
                     raise
@@ -182,6 +184,15 @@ class Store:
             raise self._meaning(error) from error
         except sa.exc.TimeoutError as error:
             raise StoreBusy("no connection to the store became free", retry_after_seconds=1) from error
+
+    def _must_be_in_time(self, started: float) -> None:
+        """Transactions are bounded: purges and the relay's lower bound rest on none being older than this."""
+        if time.monotonic() - started > self.limits.transaction_seconds_max:
+            raise StoreBusy(
+                f"the transaction ran longer than {self.limits.transaction_seconds_max} seconds and was rolled back",
+                hint="Send smaller batches",
+                retry_after_seconds=1,
+            )
 
     def _reading(self, open_connection: Callable[[], Any], work: Callable[[Transaction], T]) -> T:
         for attempt in range(self.limits.transaction_tries_max):

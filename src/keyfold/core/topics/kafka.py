@@ -300,7 +300,6 @@ class KafkaSink:
 
     def close(self) -> None:
         self._discard()
-        self._cluster.close()
 
     def _open(self, deadline: float) -> None:
         if self._producer is None:
@@ -351,6 +350,7 @@ class KafkaSink:
     def _discard(self) -> None:
         """Throw the producer away with all it holds, so that nothing more of it leaves this process."""
         self._acquainted_at.clear()
+        self._cluster.close()
         if self._producer is None:
             return
         try:
@@ -559,13 +559,14 @@ class _Cluster:
         try:
             return asked.result(timeout_seconds + 1)
         except kafka.KafkaException as raised:
-            self._admin().poll(0)  # brings what the client complained of
             error = _kafka_error(raised)
-            if error.code() == kafka.KafkaError._NOENT:
-                raise _NoLeader from None
-            raise self.error(error) from None
         except TimeoutError:
-            raise self.unreachable("the broker does not answer") from None
+            error = kafka.KafkaError(kafka.KafkaError._TIMED_OUT, "the broker does not answer")
+        self._admin().poll(0)  # brings what the client complained of
+        self.close()  # the next question takes a new connection: this one may be dead without anyone having said so
+        if error.code() == kafka.KafkaError._NOENT:
+            raise _NoLeader
+        raise self.error(error)
 
 
 class _NoLeader(Exception):
