@@ -27,7 +27,7 @@ servers: install ## the real servers of the tests (Kafka, ZooKeeper; Debian pack
 	bash tests/servers/install
 
 test: install servers check ## every test, on every store, with real servers
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto --dist loadgroup
 
 check: install   ## lint, types, import rules
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache

@@ -120,7 +120,7 @@ def seconds(work: Callable[[], object]) -> float:
 def figure(value: float) -> str:
     """A number as people read it: three digits that count."""
     if value >= 1000:
-        return f"{round(value, 2 - len(str(int(value)))):,.0f}"
+        return f"{round(value, 3 - len(str(int(value)))):,.0f}"
     return f"{value:.3g}"
 
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-import keyfold.core.tables
-import keyfold.tally.tables  # noqa: F401
 import pytest
 import sqlalchemy as sa
 from kazoo.client import KazooClient
+
+import keyfold.core.tables
+import keyfold.tally.tables  # noqa: F401
 from keyfold.core.clock import ManualClock
 from keyfold.core.errors import LeasesUnreachable, LostRace, SettingsWrong, TicketRefused
 from keyfold.core.leases.lease import Lease, Leases

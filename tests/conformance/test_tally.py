@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from tests.product import consume_all, message, opened, put, read_all, relay_all
 
 from keyfold.core import progress
 from keyfold.core.consumer import ConsumerWorker
@@ -16,6 +15,7 @@ from keyfold.core.workers import consumer_named
 from keyfold.parts import PARTS
 from keyfold.tally import service
 from keyfold.tally.model import Addition, Tally
+from tests.product import consume_all, message, opened, put, read_all, relay_all
 
 pytestmark = pytest.mark.spec("CORE-01", "CORE-02", "CORE-06", "CORE-08")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from tests.product import consume_all, consumer_worker, message, opened, put, read_all, relay_all
 
 from keyfold.core import deadletters, outbox
 from keyfold.core.clock import SECOND_US, ManualClock
@@ -19,6 +18,7 @@ from keyfold.core.store import Transaction, shapes
 from keyfold.core.tables import MESSAGES, PROGRESS
 from keyfold.core.topics.topic import Record, TopicSpec, partition_of
 from keyfold.tally.tables import TALLIES
+from tests.product import consume_all, consumer_worker, message, opened, put, read_all, relay_all
 
 pytestmark = [pytest.mark.spec("CORE-05", "CORE-06"), pytest.mark.xdist_group("kafka")]
 

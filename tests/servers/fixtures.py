@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import pytest
+
 from tests.servers.kafka import KafkaServer
 from tests.servers.postgres import PostgresServer
 from tests.servers.process import ServerProcess, ServerUnavailable
 from tests.servers.zookeeper import ZooKeeperServer
 
 Server = TypeVar("Server", bound=ServerProcess)
+
+_started: list[ServerProcess] = []
 
 
 @pytest.fixture(scope="session")
@@ -63,17 +66,31 @@ def running(make: Callable[[], Server]) -> Iterator[Server]:
             pytest.fail(str(unavailable), pytrace=False)
         pytest.skip(str(unavailable))
     with server:
-        yield server
+        _started.append(server)
+        try:
+            yield server
+        finally:
+            _started.remove(server)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """A test that fails while a server is killed or paused must not take the tests after it along."""
+    try:
+        yield
+    finally:
+        for server in _started:
+            if server.is_paused or not server.is_running:
+                server.start()
 
 
 @contextmanager
 def _fresh_database(server: PostgresServer) -> Iterator[str]:
     name = f"test_{uuid.uuid4().hex}"
-    # The test before may have left the server killed or paused.
-    server.start()
     url = server.create_database(name)
     try:
         yield url
     finally:
+        # The test may have left it killed or paused.
         server.start()
         server.drop_database(name)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient, NewTopic
+
 from tests.servers.java import find_jars, find_java, java_command
 from tests.servers.process import POLL_SECONDS, ServerProcess, free_port
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psycopg
 from psycopg import sql
+
 from tests.servers.process import ServerProcess, ServerUnavailable, free_port
 
 WHEEL_VERSION = 18

@@ -72,6 +72,10 @@ class ServerProcess(ABC):
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def is_paused(self) -> bool:
+        return self._mourner is not None
+
     def start(self) -> None:
         """Serve, on the same port and data as before; a running server is only resumed."""
         if self.is_running:
@@ -116,6 +120,8 @@ class ServerProcess(ABC):
 
     def pause(self) -> None:
         """Freeze every process: connections stay open and nothing answers. Returns when all of them stand still."""
+        assert self.is_running, f"{self.name} does not run, so it cannot be paused"
+        self._dismiss_mourner()
         wait_until(self._suspend)
         # A frozen child cannot notice that its frozen parent was killed, so someone else has to end it.
         self._mourner = subprocess.Popen(

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -15,8 +15,9 @@ import psycopg
 import pytest
 from confluent_kafka import Consumer, Producer
 from kazoo.client import KazooClient
+
 from tests.servers import postgres
-from tests.servers.fixtures import running
+from tests.servers.fixtures import pytest_runtest_teardown, running
 from tests.servers.kafka import KafkaServer
 from tests.servers.postgres import PostgresServer, find_binaries
 from tests.servers.process import ServerFailed, ServerProcess, ServerUnavailable, is_dead, wait_until
@@ -185,6 +186,18 @@ def test_a_paused_zookeeper_answers_only_when_resumed(zookeeper_server: ZooKeepe
         assert not answer.ready()
         zookeeper_server.resume()
         assert answer.get(timeout=ANSWER_SECONDS) is not None
+
+
+@pytest.mark.parametrize("leave", [PostgresServer.pause, PostgresServer.kill])
+def test_the_test_after_one_that_left_a_server_in_ruins_finds_it_running(
+    postgres_server: PostgresServer, leave: Callable[[PostgresServer], None]
+) -> None:
+    leave(postgres_server)
+    tear_down = pytest_runtest_teardown()
+    next(tear_down)
+    with pytest.raises(StopIteration):
+        next(tear_down)
+    psycopg.connect(postgres_server.url).close()
 
 
 def test_a_server_that_cannot_start_shows_the_end_of_its_log() -> None:

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 
 import typer
+from msgspec import ValidationError
 
 from keyfold.cli.root import root
-from keyfold.core.errors import KeyfoldError
+from keyfold.core.errors import BadInput, KeyfoldError
 
 FAILED, WRONG_USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 
@@ -23,6 +24,11 @@ def run(arguments: Sequence[str]) -> int:
         return answer if isinstance(answer, int) else 0
     except KeyfoldError as error:
         _say(as_json, error.slug, error.detail, error.place, error.hint)
+        return FAILED
+    except ValidationError as error:
+        # A value that a part's own types refuse: "Expected `int` <= 5 - at `$.add`".
+        detail, _, place = str(error).partition(" - at ")
+        _say(as_json, BadInput.slug, detail, place.strip("`"), None)
         return FAILED
     except typer.TyperException as error:
         return _wrong_usage(error, as_json)

@@ -16,6 +16,10 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     key_bytes_max: Annotated[Count, Meta(description="longest key, in UTF-8 bytes")] = 512
     message_bytes_max: Annotated[Count, Meta(description="largest payload of one message")] = 900_000
 
+    connections_max: Annotated[Count, Meta(description="most open HTTP connections; further ones wait")] = 1_024
+    silence_seconds_max: Annotated[
+        Count, Meta(description="longest a connection may be silent before the whole head of a request is there")
+    ] = 30
     request_seconds_max: Annotated[Count, Meta(description="longest a request may take before it gets 503")] = 30
     requests_per_second_max: Annotated[Count, Meta(description="requests a second of one token")] = 20_000
     refusals_per_second_max: Annotated[Count, Meta(description="failed authentications a second of one address")] = 50

@@ -40,12 +40,13 @@ class Door:
         self._guards = guards
         self._state = state
         self._router = CompiledRouter()
-        self._nothing = Nothing(guards.access)
+        self._nothing = Nothing(guards)
         self._deadlines = Deadlines(guards.limits.request_seconds_max)
+        self.under_way = 0
         self._meters: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
 
     def mount(self, path: str, by_method: Mapping[str, Endpoint]) -> None:
-        self._router.add_route(path, Methods(path, by_method, self._guards.access))
+        self._router.add_route(path, Methods(path, by_method, self._guards))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -53,6 +54,18 @@ class Door:
         started = time.monotonic()
         call = Call(scope, receive)
         structlog.contextvars.bind_contextvars(request_id=call.request_id)
+        self.under_way += 1
+        try:
+            template, answer = await self._answered(call, scope, started)
+            if answer.status >= 400:
+                await drain(call)
+            await _send(send, answer, self._closing_headers(call))
+        finally:
+            self.under_way -= 1
+        self._note(call, template, answer.status, time.monotonic() - started)
+
+    async def _answered(self, call: Call, scope: Scope, started: float) -> tuple[str, Answer]:
+        """The answer, whatever happens, and the template of the path it came from."""
         endpoint: Endpoint = self._nothing
         self._deadlines.begin(call, started)
         try:
@@ -70,10 +83,7 @@ class Door:
             answer = self._refusal(problems.unexpected(error), call)
         finally:
             self._deadlines.end(call)
-        if answer.status >= 400:
-            await drain(call)
-        await _send(send, answer, self._closing_headers(call))
-        self._note(call, endpoint.template, answer.status, time.monotonic() - started)
+        return endpoint.template, answer
 
     def stop(self) -> None:
         """From now on every answer closes its connection, and /readyz says that we go."""
@@ -82,10 +92,6 @@ class Door:
     def end_all(self) -> None:
         """Answer 503 to whatever is still under way."""
         self._deadlines.end_all()
-
-    @property
-    def under_way(self) -> int:
-        return len(self._deadlines)
 
     def close(self) -> None:
         self._guards.access.close()
@@ -137,23 +143,23 @@ class WrongMethod(MethodNotAllowed):
 class Methods:
     """What is mounted at one path. HEAD is GET; the server leaves the body out."""
 
-    def __init__(self, path: str, by_method: Mapping[str, Endpoint], access: Access) -> None:
+    def __init__(self, path: str, by_method: Mapping[str, Endpoint], guards: Guards) -> None:
         self.by_method = dict(by_method)
         if "GET" in self.by_method:
             self.by_method["HEAD"] = self.by_method["GET"]
-        self.wrong = Other(path, ", ".join(sorted(self.by_method)), access)
+        self.wrong = Other(path, ", ".join(sorted(self.by_method)), guards)
 
 
 class Other:
     """Every method that a path does not take, and only for callers that are known."""
 
-    def __init__(self, path: str, allowed: str, access: Access) -> None:
+    def __init__(self, path: str, allowed: str, guards: Guards) -> None:
         self.template = path
         self._allowed = allowed
-        self._access = access
+        self._guards = guards
 
     async def answer(self, call: Call, params: Mapping[str, str]) -> Answer:
-        await self._access.client(call)
+        await self._guards.admit(call)
         raise WrongMethod(call.method, self._allowed)
 
 
@@ -162,11 +168,11 @@ class Nothing:
 
     template = "(none)"
 
-    def __init__(self, access: Access) -> None:
-        self._access = access
+    def __init__(self, guards: Guards) -> None:
+        self._guards = guards
 
     async def answer(self, call: Call, params: Mapping[str, str]) -> Answer:
-        await self._access.client(call)
+        await self._guards.admit(call)
         raise NotFound("there is nothing at this address", hint="GET /openapi.json lists what there is")
 
 
@@ -186,7 +192,7 @@ def create_app(context: Context, gatherer: Gatherer) -> Door:
         "/openapi.json": openapi.Document(routes),
         "/healthz": health.Alive(),
         "/readyz": health.Ready(context.store, threads, state),
-        "/metrics": health.Metrics(access),
+        "/metrics": health.Metrics(guards),
     }
     for path, endpoint in pages.items():
         door.mount(path, {"GET": endpoint})

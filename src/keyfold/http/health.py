@@ -11,8 +11,8 @@ from prometheus_client import generate_latest
 from keyfold.core import metrics
 from keyfold.core.errors import KeyfoldError, Stopping, Unavailable
 from keyfold.core.store import Store, migrate
-from keyfold.http.access import Access
 from keyfold.http.body import must_be_absent
+from keyfold.http.mount import Guards
 from keyfold.http.threads import Threads
 from keyfold.http.wire import ANSWER_HEADERS, JSON_HEADERS, Answer, Call
 
@@ -81,11 +81,11 @@ class Metrics:
 
     template = "/metrics"
 
-    def __init__(self, access: Access) -> None:
-        self._access = access
+    def __init__(self, guards: Guards) -> None:
+        self._guards = guards
 
     async def answer(self, call: Call, params: Mapping[str, str]) -> Answer:
-        client = await self._access.client(call)
+        client = await self._guards.admit(call)
         client.must_have("metrics")
         must_be_absent(call)
         text = generate_latest(metrics.REGISTRY)

@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl, unquote
 import msgspec
 from msgspec import Struct
 
-from keyfold.core.access import SCOPES
+from keyfold.core.access import SCOPES, Client
 from keyfold.core.errors import BadInput, KeyfoldError, VersionNeeded
 from keyfold.core.gather import Ask, Gatherer, Operation, Outcome, Reply, Versioned, fingerprint
 from keyfold.core.limits import Limits
@@ -38,6 +38,12 @@ class Guards(Struct, frozen=True):
     threads: Threads
     limits: Limits
 
+    async def admit(self, call: Call) -> Client:
+        """A caller that is known and does not call too often."""
+        client = self.access.known(call) or await self.access.client(call)
+        self.rates.must_take(client.client_id, "requests")
+        return client
+
 
 class Mounted:
     """One route behind the guards."""
@@ -47,8 +53,6 @@ class Mounted:
         self.route = route
         self.template = route.path
         self._guards = guards
-        self._access = guards.access
-        self._rates = guards.rates
         self._gatherer = guards.gatherer
         self._bytes_max = guards.limits.body_bytes_max
         self._decode = bodies.Decoder(route.body, guards.limits) if route.body is not None else None
@@ -56,8 +60,7 @@ class Mounted:
 
     async def answer(self, call: Call, params: Mapping[str, str]) -> Answer:
         route = self.route
-        client = self._access.known(call) or await self._access.client(call)
-        self._rates.must_take(client.client_id, "requests")
+        client = await self._guards.admit(call)
         client.must_have(route.scope)
         raw, body = b"", None
         if self._decode is None:

@@ -62,7 +62,6 @@ class SqlLeases:
         """Prolong what is still held under its ticket. Expired is lost, even where nobody has taken it."""
         if not leases:
             return []
-        by_name = {lease.name: lease for lease in leases}
 
         def prolong(tx: Transaction) -> list[Lease]:
             now_us = tx.now_us
@@ -70,13 +69,10 @@ class SqlLeases:
             rendered, parameters = _in_name_order(tx, leases)
             kept = tx.driver(
                 f"UPDATE leases SET expires_at_us = {_mark(tx)} FROM {rendered} WHERE {_STILL_MINE}"
-                f" AND leases.expires_at_us > {_mark(tx)} RETURNING leases.name",
+                f" AND leases.expires_at_us > {_mark(tx)} RETURNING leases.name, leases.holder, leases.ticket",
                 (expires_at_us, *parameters, now_us),
             )
-            return [
-                Lease(name, by_name[name].holder, by_name[name].ticket, expires_at_us)
-                for name in sorted(str(row.name) for row in kept)
-            ]
+            return sorted((Lease(row.name, row.holder, row.ticket, expires_at_us) for row in kept), key=_by_name)
 
         return self._store.transact(prolong, name="renew leases")
 
@@ -170,14 +166,16 @@ _STILL_MINE = "leases.name = batch.name AND leases.holder = batch.holder AND lea
 
 
 def _in_name_order(tx: Transaction, leases: Sequence[Lease]) -> tuple[str, Sequence[object]]:
-    """The leases as a relation sorted by name: the lock order that `acquire` has too."""
+    """The leases as a relation sorted by name, byte by byte: the lock order that `acquire` has too."""
+    each = sorted({(lease.name, lease.ticket, lease.holder) for lease in leases})
     rows: Columns = {
-        "name": [lease.name for lease in leases],
-        "holder": [lease.holder for lease in leases],
-        "ticket": [lease.ticket for lease in leases],
+        "name": [name for name, _, _ in each],
+        "ticket": [ticket for _, ticket, _ in each],
+        "holder": [holder for _, _, holder in each],
     }
-    listed, parameters = _relation(tx, batch.in_key_order(rows, ["name"]), "listed")
-    return f"(SELECT * FROM {listed} ORDER BY name) AS batch", parameters
+    listed, parameters = _relation(tx, rows, "listed")
+    order = "name" if tx.is_sqlite else 'name COLLATE "C"'
+    return f"(SELECT * FROM {listed} ORDER BY {order}) AS batch", parameters
 
 
 def _relation(tx: Transaction, columns: Columns, name: str = "batch") -> tuple[str, Sequence[object]]:

@@ -1,4 +1,4 @@
-"""Spreading the tables of a PostgreSQL store over a Citus cluster: each by its distribution column, small ones everywhere.
+"""Spreading a PostgreSQL store over a Citus cluster: each table by its distribution column, small ones everywhere.
 
 A table is spread in a transaction of its own, so a run that was cut short is simply run again. Tables whose
 distribution columns have the same type are colocated: equal values lie on the same node, and a transaction about one
@@ -35,16 +35,15 @@ class Spread(Struct, frozen=True):
 
 def distribute(store: Store, report: Callable[[Spread], None] = lambda spread: None) -> list[Spread]:
     """Spread every table that is not spread yet; a repeat changes nothing."""
-    before = {placement.table: placement for placement in placements(store)}
-    for table in METADATA.tables.values():
-        _must_agree(table, before[table.name])
+    placed = {placement.table: placement for placement in placements(store)}
+    for table in in_order():
+        _must_agree(table, placed[table.name])
     done = []
     for table in in_order():
-        spread = Spread(table.name, table.info["distribute_by"], changed=not before[table.name].by)
+        spread = Spread(table.name, table.info["distribute_by"], changed=not placed[table.name].by)
         if spread.changed:
-            anchor = _anchor(table, before)
-            store.transact(lambda tx, table=table, anchor=anchor: _spread(tx, table, anchor), name="store distribute")
-            before = {placement.table: placement for placement in placements(store)}
+            _spread(store, table, _anchor(table, placed))
+            placed = {placement.table: placement for placement in placements(store)}
         done.append(spread)
         report(spread)
     return done
@@ -53,18 +52,23 @@ def distribute(store: Store, report: Callable[[Spread], None] = lambda spread: N
 def placements(store: Store) -> list[Placement]:
     """Where the tables lie now, in the order in which they are spread."""
     _must_have_citus(store)
-    rows = store.read(
-        lambda tx: tx.driver(
-            "SELECT table_name::text, citus_table_type, distribution_column, shard_count, colocation_id"
-            " FROM citus_tables"
-        ).all()
-    )
+    rows = store.read(lambda tx: tx.driver(_PLACED).all())
     found = {
-        name: Placement(name, EVERYWHERE if kind == "reference" else column, int(shards), int(colocation))
-        for name, kind, column, shards, colocation in rows
-        if kind in {"reference", "distributed"}
+        row.name: Placement(row.name, EVERYWHERE if row.kind == "reference" else row.by, row.shards, row.colocation)
+        for row in rows
+        if row.kind in {"reference", "distributed"}
     }
     return [found.get(table.name, Placement(table.name, "", 1, 0)) for table in in_order()]
+
+
+_PLACED = """
+    SELECT table_name::text   AS name,
+           citus_table_type   AS kind,
+           distribution_column AS by,
+           shard_count        AS shards,
+           colocation_id      AS colocation
+      FROM citus_tables
+"""
 
 
 def is_cluster(store: Store) -> bool:
@@ -85,7 +89,7 @@ def _must_have_citus(store: Store) -> None:
     if not is_cluster(store):
         raise StoreRefused(
             "this PostgreSQL database has no Citus extension",
-            hint="Install Citus, run CREATE EXTENSION citus on every node, add the nodes with citus_add_node, and repeat",
+            hint="Install Citus, CREATE EXTENSION citus on every node, add the nodes with citus_add_node, and repeat",
         )
 
 
@@ -112,14 +116,18 @@ def _column_type(table: sa.Table) -> str | None:
     return None if by == EVERYWHERE else str(table.c[by].type.compile(dialect=postgresql.dialect()))  # type: ignore[no-untyped-call]
 
 
-def _spread(tx: Transaction, table: sa.Table, anchor: str) -> None:
+def _spread(store: Store, table: sa.Table, anchor: str) -> None:
     """Rows that are there already are copied to the nodes while writers wait, however long that takes."""
-    for bound in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"):
-        tx.driver(f"SET LOCAL {bound} = 0")
     by = table.info["distribute_by"]
-    if by == EVERYWHERE:
-        tx.driver("SELECT create_reference_table(%s)", (table.name,))
-    else:
-        tx.driver("SELECT create_distributed_table(%s, %s, colocate_with => %s)", (table.name, by, anchor))
-    # The coordinator keeps the rows from before as a hidden copy that nothing reads.
-    tx.driver("SELECT truncate_local_data_after_distributing_table(%s)", (table.name,))
+
+    def work(tx: Transaction) -> None:
+        for bound in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"):
+            tx.driver(f"SET LOCAL {bound} = 0")
+        if by == EVERYWHERE:
+            tx.driver("SELECT create_reference_table(%s)", (table.name,))
+        else:
+            tx.driver("SELECT create_distributed_table(%s, %s, colocate_with => %s)", (table.name, by, anchor))
+        # The coordinator keeps the rows from before as a hidden copy that nothing reads.
+        tx.driver("SELECT truncate_local_data_after_distributing_table(%s)", (table.name,))
+
+    store.transact(work, name="store distribute")

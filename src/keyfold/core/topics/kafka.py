@@ -32,6 +32,7 @@ Property = str | int | float | bool
 
 REQUEST_SECONDS = 5.0  # longest wait for one answer of the brokers
 CREATE_SECONDS = 30.0
+FLUSH_SECONDS = 0.15
 IDENTITY_SECONDS = 1.0  # an idle reader asks at most this often whether the topic is still the same
 ACQUAINTED_SECONDS = 60.0  # far below producer.id.expiration.ms, after which a broker forgets a producer
 SLICE_COUNT_MAX = 10_000
@@ -58,6 +59,7 @@ CONSUMER_DEFAULTS: dict[str, Property] = {
     "queued.min.messages": 20_000,
     "queued.max.messages.kbytes": 16_384,
     "fetch.queue.backoff.ms": 50,
+    "fetch.wait.max.ms": 100,  # a jump waits until the poll that is under way returns
 }
 
 # Order rests on these; nobody overrides them. What the broker stores of one producer and partition is a run without
@@ -343,7 +345,8 @@ class KafkaSink:
         assert self._producer is not None
         while len(self._producer) and (seconds := deadline - time.monotonic()) > 0:
             try:
-                self._producer.flush(seconds)
+                # In short waits: a longer one goes on after a fatal error, calling reports with the error raised.
+                self._producer.flush(min(FLUSH_SECONDS, seconds))
             except kafka.KafkaException as fatal:
                 self._cluster.heard(_kafka_error(fatal))
 

@@ -1,0 +1,64 @@
+"""`keyfold work`: the workers' loops in the foreground, until told to stop."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from keyfold.cli.output import Answer
+from keyfold.cli.run import safe
+from keyfold.cli.session import session_of
+from keyfold.core.errors import Unavailable
+from keyfold.core.loops import Runner
+from keyfold.core.workers import chosen, loops
+
+app = typer.Typer()
+
+
+@app.command()
+def work(
+    ctx: typer.Context,
+    parts: Annotated[
+        list[str] | None, typer.Argument(metavar="[PART]...", help="The parts to work for; all if none is named.")
+    ] = None,
+) -> Iterator[Answer]:
+    """Run relays, consumers and the janitor until stopped, without serving HTTP.
+
+    Several workers share the work, on one machine or many. SIGTERM or Ctrl-C finishes the step in hand and hands
+    leases back; a second one stops at once.
+    """
+    context = session_of(ctx).product()
+    names = [part.name for part in chosen(context, parts or [])]
+    made = loops(context, parts or [])
+    stopping = _stop_on_signals()
+    runner = Runner(made)
+    runner.start()
+    url = safe(context.settings.store.url)
+    yield Answer(
+        data={"event": "started", "pid": os.getpid(), "store": url, "parts": names, "loops": [x.name for x in made]},
+        lines=[f"Working on {url} for {', '.join(names)}: {len(made)} loops. Ctrl-C stops."],
+    )
+    stopping.wait()
+    seconds_max = context.settings.http.stop_seconds_max
+    if not runner.stop(seconds_max):
+        raise Unavailable(
+            f"not every loop ended within {seconds_max} seconds", hint="What they hold is free when its lease ends"
+        )
+    yield Answer(data={"event": "stopped"}, lines=["Stopped; everything held was handed back."])
+
+
+def _stop_on_signals() -> threading.Event:
+    stopping = threading.Event()
+
+    def stop(number: int, _: FrameType | None) -> None:
+        if stopping.is_set():
+            os._exit(128 + number)
+        stopping.set()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    return stopping

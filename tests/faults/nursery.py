@@ -1,0 +1,119 @@
+"""Runs of the scenario in processes of their own, under strace: counted, recorded, or killed at a system call."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
+
+import msgspec
+from msgspec import Struct
+
+from keyfold.core.clock import ManualClock
+from tests.faults.scenario import Ack, Order
+
+ROOT = Path(__file__).parents[2]
+STRACE = shutil.which("strace")
+
+
+class Run(Struct, frozen=True):
+    """How a run went: its exit status (−9: killed), and all it said."""
+
+    status: int
+    acks: list[Ack]
+
+    @property
+    def counts(self) -> list[int] | None:
+        """The last thing it acknowledged."""
+        return next((ack.counts for ack in reversed(self.acks) if ack.counts), None)
+
+    @property
+    def part(self) -> str:
+        """Whose turn it was when it ended."""
+        return self.acks[-1].part if self.acks else "ground"
+
+
+class Nursery:
+    """A process that forks a child for every run."""
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.scenario"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    def run(self, order: Order, strace: Sequence[str] = ()) -> Run:
+        """Run the scenario to its end or to its death; `strace` are options under which it is traced."""
+        self._tell(msgspec.json.encode(order))
+        word, _, pid = self._hear().partition(b" ")
+        assert word == b"pid", f"the child failed before it began: {word!r} {pid!r}"
+        tracer = attached(int(pid), strace) if strace else None
+        self._tell(b"go")
+        acks = []
+        while True:
+            word, _, rest = self._hear().partition(b" ")
+            if word == b"end":
+                break
+            acks.append(msgspec.json.decode(rest, type=Ack))
+        if tracer:
+            tracer.communicate()
+        return Run(int(rest), acks)
+
+    def _tell(self, line: bytes) -> None:
+        assert self._process.stdin
+        self._process.stdin.write(line + b"\n")
+        self._process.stdin.flush()
+
+    def _hear(self) -> bytes:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        assert line, "the nursery has died"
+        return line.strip()
+
+
+def attached(pid: int, options: Sequence[str]) -> "subprocess.Popen[bytes]":
+    """An strace that holds the process; returns when it does."""
+    assert STRACE
+    tracer = subprocess.Popen([STRACE, "-p", str(pid), *options], stderr=subprocess.PIPE)
+    assert tracer.stderr
+    while b"attached" not in (line := tracer.stderr.readline()):
+        assert line, f"strace ended with {tracer.wait()} before it was attached"
+    return tracer
+
+
+def migrated(path: Path) -> Path:
+    """A closed, empty store with our schema and the topics of the scenario, to be copied for every run."""
+    from tests.faults.scenario import opened
+
+    with opened(f"sqlite:///{path}", ManualClock()):
+        pass
+    return path
+
+
+class Desk:
+    """A directory in which one run after another finds a fresh copy of the same store."""
+
+    def __init__(self, template: Path, directory: Path) -> None:
+        self._template = template.read_bytes()
+        self.path = directory / "run.db"
+        self.url = f"sqlite:///{self.path}"
+
+    def clear(self) -> None:
+        for file in self.path.parent.glob(f"{self.path.name}*"):
+            file.unlink()
+        self.path.write_bytes(self._template)
+
+    @property
+    def files(self) -> list[Path]:
+        """All that a run touches, whether it is there yet or not."""
+        return [self.path, *(self.path.with_name(self.path.name + end) for end in ("-wal", "-shm", "-next", "-writer"))]
+
+
+Refuse = Callable[[str], None]
