@@ -3,7 +3,7 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -101,19 +101,21 @@ class Desk:
     """A directory in which one run after another finds a fresh copy of the same store."""
 
     def __init__(self, template: Path, directory: Path) -> None:
-        self._template = template.read_bytes()
+        self.template = template.read_bytes()
         self.path = directory / "run.db"
         self.url = f"sqlite:///{self.path}"
 
     def clear(self) -> None:
-        for file in self.path.parent.glob(f"{self.path.name}*"):
-            file.unlink()
-        self.path.write_bytes(self._template)
+        self.lay({self.path.name: self.template})
+
+    def lay(self, files: Mapping[str, bytes]) -> None:
+        """Put these files in place of all that was there."""
+        for file in self.files:
+            file.unlink(missing_ok=True)
+        for name, content in files.items():
+            self.path.with_name(name).write_bytes(content)
 
     @property
     def files(self) -> list[Path]:
         """All that a run touches, whether it is there yet or not."""
         return [self.path, *(self.path.with_name(self.path.name + end) for end in ("-wal", "-shm", "-next", "-writer"))]
-
-
-Refuse = Callable[[str], None]

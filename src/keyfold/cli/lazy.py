@@ -1,7 +1,9 @@
 """Commands that are known by name and imported when they are called, and what every command is given."""
 
 import importlib
+import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -61,7 +63,10 @@ class LazyGroup(TyperGroup):
         if isinstance(command, TyperGroup):
             for each in command.commands.values():
                 self._equip(each)
+            read_plainly(command)
             return
+        # A terminal has its own width: the lines of a docstring are joined to paragraphs.
+        command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", command.help or "")
         answer = command.callback
         assert answer is not None, f"the command {command.name} does nothing"
         session = Session()
@@ -73,8 +78,7 @@ class LazyGroup(TyperGroup):
         command.callback = run
         command.params = [*command.params, *_common_params()]
         command.context_settings = {**command.context_settings, "obj": session}
-        for param in command.params:
-            _read_plainly(param)
+        read_plainly(command)
 
 
 COMMON = "Common options"
@@ -83,7 +87,9 @@ COMMON = "Common options"
 def _common_options(
     keyfold_store: Annotated[
         str | None,
-        typer.Option("--store", metavar="URL", help="sqlite:///FILE or postgresql://…", rich_help_panel=COMMON),
+        typer.Option(
+            "--store", metavar="URL", help="The store: sqlite:///FILE or postgresql://…", rich_help_panel=COMMON
+        ),
     ] = None,
     keyfold_config: Annotated[
         str | None,
@@ -91,12 +97,12 @@ def _common_options(
             "--config",
             metavar="FILE",
             envvar="KEYFOLD_CONFIG",
-            help="settings; keyfold.toml of this directory if not named",
+            help="Settings; keyfold.toml of this directory if not said.",
             rich_help_panel=COMMON,
         ),
     ] = None,
     keyfold_json: Annotated[
-        bool, typer.Option("--json", help="answer in JSON, for programs", rich_help_panel=COMMON)
+        bool, typer.Option("--json", help="Answer in JSON, for programs.", rich_help_panel=COMMON)
     ] = False,
 ) -> None:
     """What every command takes."""
@@ -108,8 +114,11 @@ def _common_params() -> "list[Parameter]":
     return get_command(app).params
 
 
+KINDS: dict[object, type[str] | type[int]] = {str: str, list[str]: str, int: int, list[int]: int, bool: bool}
+
+
 class _Plain:
-    """Reads text and whole numbers as they are; Typer would import Pydantic for it, a quarter of a second."""
+    """Reads text, whole numbers and flags as they are; Typer would import Pydantic for it, a quarter of a second."""
 
     def __init__(self, kind: type[str] | type[int]) -> None:
         self._kind = kind
@@ -123,6 +132,8 @@ class _Plain:
         return self._one(value, param, ctx)
 
     def _one(self, value: object, param: "_TyperParameter", ctx: "Context") -> object:
+        if self._kind is bool:
+            return value
         try:
             read = self._kind(str(value))
             str(read).encode()
@@ -136,9 +147,8 @@ class _Plain:
         return read
 
 
-def _read_plainly(param: "Parameter") -> None:
-    annotation = getattr(getattr(param, "type_descriptor", None), "annotation", None)
-    if annotation in (str, list[str]):
-        setattr(param, "get_runtime_param", lambda: _Plain(str))  # noqa: B010
-    elif annotation in (int, list[int]):
-        setattr(param, "get_runtime_param", lambda: _Plain(int))  # noqa: B010
+def read_plainly(command: "Command") -> None:
+    for param in command.get_params(typer.Context(command)):
+        annotation = getattr(getattr(param, "type_descriptor", None), "annotation", None)
+        if annotation in KINDS:
+            setattr(param, "get_runtime_param", partial(_Plain, KINDS[annotation]))  # noqa: B010

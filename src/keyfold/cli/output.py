@@ -25,7 +25,7 @@ class Answer(Struct, frozen=True, kw_only=True):
 
 
 def show(answer: object, *, as_json: bool) -> None:
-    """Print an answer, whatever it is."""
+    """Print an answer, whatever it is; None says nothing."""
     if isinstance(answer, Iterator):
         for each in answer:
             _show_one(each, as_json, in_stream=True)
@@ -39,6 +39,8 @@ def show(answer: object, *, as_json: bool) -> None:
 
 
 def _show_one(answer: object, as_json: bool, *, in_stream: bool) -> None:
+    if answer is None:
+        return
     if as_json:
         data = msgspec.json.encode(answer.data if isinstance(answer, Answer) else answer)
         if sys.stdout.isatty() and not in_stream:
@@ -52,7 +54,7 @@ def _show_one(answer: object, as_json: bool, *, in_stream: bool) -> None:
         sys.stdout.flush()
         for note in answer.notes:
             print(note, file=sys.stderr)
-    elif answer is not None:
+    else:
         things = answer if isinstance(answer, list) else [answer]
         print_table([msgspec.structs.asdict(thing) if isinstance(thing, Struct) else {"": thing} for thing in things])
 
@@ -110,8 +112,8 @@ def _print_rich(titles: list[str], cells: list[list[str]], right: list[bool]) ->
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    for title, is_right in zip(titles, right, strict=True):
-        table.add_column(title, justify="right" if is_right else "left", overflow="fold")
+    for index, (title, is_right) in enumerate(zip(titles, right, strict=True)):
+        table.add_column(title, justify="right" if is_right else "left", overflow="fold", no_wrap=index == 0)
     for line in cells:
         table.add_row(*map(Text, line))
     Console().print(table)

@@ -7,7 +7,7 @@ import typer
 from typer.main import get_command
 
 from keyfold import __version__
-from keyfold.cli.lazy import Later, LazyGroup
+from keyfold.cli.lazy import Later, LazyGroup, read_plainly
 
 HELP = """
 Keyfold keeps exact, bounded state per key, folded from events. Each event
@@ -49,6 +49,7 @@ def root() -> LazyGroup:
     for command in _own():
         group.add_command(command)
     group.more = _of_parts
+    read_plainly(group)
     return group
 
 

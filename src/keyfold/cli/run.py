@@ -28,7 +28,7 @@ def run(arguments: Sequence[str]) -> int:
     except ValidationError as error:
         # A value that a part's own types refuse: "Expected `int` <= 5 - at `$.add`".
         detail, _, place = str(error).partition(" - at ")
-        _say(as_json, BadInput.slug, detail, place.strip("`"), None)
+        _say(as_json, BadInput.slug, detail[:1].lower() + detail[1:], place.strip("`"), None)
         return FAILED
     except typer.TyperException as error:
         return _wrong_usage(error, as_json)
@@ -44,16 +44,16 @@ def run(arguments: Sequence[str]) -> int:
 def _wrong_usage(error: typer.TyperException, as_json: bool) -> int:
     """One line, with the command whose help says more; a group without a command has shown its help already."""
     text = error.format_message()
-    context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":
         if text:
             print(text)
         return WRONG_USAGE
     # "No such command 'x'. Did you mean 'y'?" reads as one sentence after the name of the program.
     text = re.sub(r"\s+", " ", text).rstrip(".")
-    hint = f"Try: {context.command_path} --help" if context is not None else None
+    context = getattr(error, "ctx", None)
+    hint = f"Try: {context.command_path} --help" if context is not None else getattr(error, "hint", None)
     _say(as_json, "usage", text[:1].lower() + text[1:], None, hint)
-    return WRONG_USAGE if isinstance(error, typer.BadParameter) or error.exit_code == WRONG_USAGE else FAILED
+    return error.exit_code
 
 
 def _unexpected(error: Exception, as_json: bool) -> int:

@@ -8,7 +8,7 @@ import typer
 from keyfold.cli.output import Answer, show
 from keyfold.cli.session import session_of
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command()

@@ -25,23 +25,32 @@ class Session:
         self._config: str | None = None
         self.as_json = False
         self._open = ExitStack()
+        self._place: str | None = None
 
     @contextmanager
     def begun(self, store: str | None, config: str | None, as_json: bool) -> Iterator[None]:
         self._store, self._config, self.as_json = store, config, as_json
-        with self._open:
-            yield
+        try:
+            with self._open:
+                yield
+        except (StoreRefused, StoreUnreachable) as error:
+            # A store that cannot be used is a matter of where its URL was written.
+            error.place = error.place or self._place
+            raise
 
     def settings(self, options: Mapping[str, object] | None = None) -> "Settings":
         """The settings in force; `options` are what this command takes beyond --store."""
         from keyfold.core.settings import load
         from keyfold.parts import settings_of_parts
 
-        return load(
+        settings = load(
             parts=settings_of_parts(),
             file=Path(self._config) if self._config else None,
             options={"store.url": self._store, **(options or {})},
         )
+        source = next(row.source for row in settings.table if row.name == "store.url")
+        self._place = "--store" if source == "command line" else f"store.url, {source}"
+        return settings
 
     def product(
         self, options: Mapping[str, object] | None = None, *, make: bool = True, keep: bool = False
@@ -53,10 +62,9 @@ class Session:
 
         settings = self.settings(options)
         logs.configure(settings.log)
-        with self._located(settings):
-            if not make:
-                must_be_there(settings.store.url)
-            context = Context.open(settings, PARTS)
+        if not make:
+            must_be_there(settings.store.url)
+        context = Context.open(settings, PARTS)
         if not keep:
             self._open.callback(context.close)
         return context
@@ -66,8 +74,7 @@ class Session:
         from keyfold.core.context import open_store
 
         settings = self.settings()
-        with self._located(settings):
-            store = open_store(settings)
+        store = open_store(settings)
         self._open.callback(store.close)
         return store, settings
 
@@ -75,15 +82,15 @@ class Session:
         """Progress of long work, to be entered with `with`; silent where the answer is for a program."""
         return Steps(label, total, silent=self.as_json)
 
-    @contextmanager
-    def _located(self, settings: "Settings") -> Iterator[None]:
-        """A store that cannot be used is a matter of where its URL was written."""
-        try:
-            yield
-        except (StoreRefused, StoreUnreachable) as error:
-            source = next(row.source for row in settings.table if row.name == "store.url")
-            error.place = error.place or ("--store" if source == "command line" else f"store.url, {source}")
-            raise
+
+class WrongUsage(typer.TyperException):
+    """Options that do not go together; exit code 2, as for everything that the command line itself refuses."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
 
 
 def session_of(context: typer.Context) -> Session:
@@ -97,7 +104,7 @@ def sqlite_file(url: str) -> Path | None:
 
     try:
         parsed = sa.make_url(url)
-    except sa.exc.ArgumentError:
+    except (sa.exc.ArgumentError, ValueError):
         return None
     return Path(parsed.database) if parsed.drivername.startswith("sqlite") and parsed.database else None
 

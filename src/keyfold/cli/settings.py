@@ -8,7 +8,7 @@ from keyfold.cli.run import safe
 from keyfold.cli.session import session_of
 from keyfold.core.logs import redact_event
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 class Setting(Struct, frozen=True):

@@ -39,7 +39,10 @@ class Upgraded(Struct, frozen=True):
 
 @app.command()
 def upgrade(ctx: typer.Context) -> Answer:
-    """Bring the store to the schema of this program, making it where it is empty; a repeat changes nothing."""
+    """Bring the store to the schema of this program.
+
+    An empty store gets all of it; a repeat changes nothing.
+    """
     store, settings = session_of(ctx).store()
     before = migrate.status(store)
     after = migrate.upgrade(store)
@@ -50,7 +53,10 @@ def upgrade(ctx: typer.Context) -> Answer:
 
 @app.command()
 def status(ctx: typer.Context) -> Answer:
-    """Show which store this is, which schema it has, and on Citus where its tables lie."""
+    """Show which store this is and its schema.
+
+    On Citus also where its tables lie.
+    """
     session = session_of(ctx)
     must_be_there(session.settings().store.url)
     store, settings = session.store()
@@ -74,9 +80,9 @@ def status(ctx: typer.Context) -> Answer:
 
 @app.command(name="distribute")
 def distribute_tables(ctx: typer.Context) -> Answer:
-    """Spread the tables over the nodes of a Citus cluster; a repeat changes nothing.
+    """Spread the tables over a Citus cluster.
 
-    Rows that are there already are copied to the nodes, and writers wait meanwhile.
+    Rows that are there already are copied to the nodes, and writers wait meanwhile. A repeat changes nothing.
     """
     session = session_of(ctx)
     store, settings = session.store()

@@ -20,7 +20,7 @@ def moment_us(text: str, now_us: int) -> int:
     except ValueError:
         raise BadInput(f"{text!r} is not a time", hint=TIME_FORMS) from None
     if moment.tzinfo is None:
-        raise BadInput(f"the time {text!r} names no zone", hint=f"Add one: {text.strip()}Z is UTC")
+        raise BadInput(f"the time {text!r} names no zone", hint=TIME_FORMS)
     elapsed = moment - datetime(1970, 1, 1, tzinfo=UTC)
     return (elapsed.days * 86400 + elapsed.seconds) * SECOND_US + elapsed.microseconds
 

@@ -57,7 +57,10 @@ def create(
     ] = None,
     days: Annotated[int, typer.Option(help="How long it lives, 1 to 3650.")] = 365,
 ) -> Answer:
-    """Make a token. It goes to stdout alone, so TOKEN=$(keyfold token create …) works."""
+    """Make a token and show it, once.
+
+    It goes to stdout alone, so TOKEN=$(keyfold token create …) works.
+    """
     store = session_of(ctx).product().store
     text = access.create(store, name, scope, _grants(grant or []), days=days, actor=actor())
     return _shown_once(store, text)
@@ -65,7 +68,7 @@ def create(
 
 @app.command("list")
 def list_tokens(ctx: typer.Context) -> Answer:
-    """List the tokens, the newest first; never the secrets."""
+    """List the tokens, never their secrets."""
     now_us = time.time_ns() // 1000
     shown = [_shown(token, now_us) for token in access.tokens(session_of(ctx).product(make=False).store)]
     if not shown:

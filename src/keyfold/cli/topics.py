@@ -10,7 +10,7 @@ from msgspec import Struct
 from keyfold.cli import tail as reading
 from keyfold.cli.output import Answer, printable
 from keyfold.cli.overview import ConsumerState, overview
-from keyfold.cli.session import actor, session_of
+from keyfold.cli.session import WrongUsage, actor, session_of
 from keyfold.cli.times import iso, moment_us
 from keyfold.core import deadletters, replay
 from keyfold.core.context import Context
@@ -49,7 +49,10 @@ class Redriven(Struct, frozen=True):
 
 @app.command("list")
 def list_topics(ctx: typer.Context) -> Answer:
-    """Show the topics: what they keep, what waits to be published, how far each consumer is behind."""
+    """List the topics.
+
+    For each: what it keeps, what waits to be published, and how far its consumers are behind.
+    """
     states = overview(session_of(ctx).product(make=False))
     rows = [
         {
@@ -76,9 +79,12 @@ def tail(
     partition: Partition = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as messages come, until Ctrl-C.")] = False,
 ) -> Iterator[Answer]:
-    """Print messages, one a line: partition/position, event time, key, version, schema, payload."""
+    """Print messages, one a line.
+
+    A line has partition/position, event time, key, version, schema and payload.
+    """
     if sum(given is not None for given in (from_position, from_time, last)) > 1:
-        raise BadInput("--from-position, --from-time and --last exclude each other")
+        raise WrongUsage("--from-position, --from-time and --last exclude each other")
     context = session_of(ctx).product(make=False)
     source = context.topics.source(topic)
     starts = dict.fromkeys(_partitions(context, topic, partition), 0)
@@ -104,13 +110,13 @@ def replay_topic(
     partition: Partition = None,
     consumer: Annotated[str | None, typer.Option(metavar="NAME", help="Set this consumer back.")] = None,
 ) -> Answer:
-    """Let messages be read again, from a position or a time on.
+    """Let messages be read again from a place on.
 
     With --consumer its position is set back; it applies what is newer and drops the rest. Without it the kept
     messages are published to Kafka once more; an embedded topic needs no such thing.
     """
     if (from_position is None) == (from_time is None):
-        raise BadInput("say where to begin: --from-position N or --from-time TIME, one of them")
+        raise WrongUsage("say where to begin: --from-position N or --from-time TIME, one of them")
     session = session_of(ctx)
     context = session.product(make=False)
     time_us = None if from_time is None else moment_us(from_time, _now_us(context))
@@ -135,7 +141,10 @@ def dead(
     ctx: typer.Context,
     consumer: Annotated[str | None, typer.Option(metavar="NAME", help="Of this consumer only.")] = None,
 ) -> Answer:
-    """List messages that were set aside, and those of the same key that wait behind them."""
+    """List the messages that were set aside.
+
+    A dead one could not be applied; a parked one waits behind an earlier message of its key.
+    """
     context = session_of(ctx).product(make=False)
     letters = [_shown(each) for each in context.store.read(lambda tx: deadletters.listed(tx, consumer, LETTERS_MAX))]
     if not letters:
@@ -151,7 +160,10 @@ def redrive(
     consumer: Annotated[str, typer.Argument(metavar="CONSUMER")],
     key: Annotated[str | None, typer.Option(metavar="K", help="Messages of this key only.")] = None,
 ) -> Answer:
-    """Apply what was set aside, in order for each key; exit code 1 if some failed again."""
+    """Apply what was set aside, in order.
+
+    The exit code is 1 if some failed again.
+    """
     context = session_of(ctx).product(make=False)
     known = consumer_named(context, consumer)
     done = deadletters.redrive(context.store, known.name, known.topic, known.apply, ordered=known.ordered, key=key)
@@ -170,9 +182,12 @@ def discard(
     position: Annotated[int, typer.Argument(metavar="POSITION")],
     yes: Annotated[bool, typer.Option("--yes", help="Yes, for good.")] = False,
 ) -> Answer:
-    """Let go of one message that was set aside, for good, with an audit record."""
+    """Let go of a message that was set aside.
+
+    It is lost for good; an audit record stays.
+    """
     if not yes:
-        raise BadInput(f"{topic}/{partition}/{position} would be lost for good", hint="If that is meant, add --yes")
+        raise WrongUsage(f"{topic}/{partition}/{position} would be lost for good", hint="If that is meant, add --yes")
     context = session_of(ctx).product(make=False)
     deadletters.discard(context.store, consumer, topic, partition, position, actor=actor())
     place = {"consumer": consumer, "topic": topic, "partition": partition, "position": position}

@@ -16,14 +16,14 @@ from keyfold.core.errors import Unavailable
 from keyfold.core.loops import Runner
 from keyfold.core.workers import chosen, loops
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command()
 def work(
     ctx: typer.Context,
     parts: Annotated[
-        list[str] | None, typer.Argument(metavar="[PART]...", help="The parts to work for; all if none is named.")
+        list[str] | None, typer.Argument(metavar="PART", help="The parts to work for; all if none is named.")
     ] = None,
 ) -> Iterator[Answer]:
     """Run relays, consumers and the janitor until stopped, without serving HTTP.
@@ -43,6 +43,7 @@ def work(
         lines=[f"Working on {url} for {', '.join(names)}: {len(made)} loops. Ctrl-C stops."],
     )
     stopping.wait()
+    yield Answer(data={"event": "stopping"}, lines=["Finishing the step in hand; again to stop at once."])
     seconds_max = context.settings.http.stop_seconds_max
     if not runner.stop(seconds_max):
         raise Unavailable(

@@ -103,7 +103,14 @@ class ConsumerWorker:
         records = self._source.fetch(partition, position, self._limits.consumer_batch_max, 0.0)
         if records:
             self._apply(partition, lease.ticket, position, records)
+        elif self._was_set_back(partition, position):
+            self._positions.pop(partition)
         return len(records)
+
+    def _was_set_back(self, partition: int, position: int) -> bool:
+        """Where messages arrive, a replay shows at the guard row; where none do, only a look at it shows it."""
+        stored = self._store.read(lambda tx: progress.positions(tx, self._consumer.job)).get(partition)
+        return stored is not None and stored.position < position
 
     def _apply(self, partition: int, ticket: int, position: int, records: list[Record]) -> None:
         """Apply a run of records; where it fails, halve it, left before right, until the poison stands alone."""

@@ -1,11 +1,15 @@
 """The relay: publishes the oldest messages of the outbox in order, and marks what was acknowledged.
 
-Embedded, publishing is numbering: one transaction moves the guard row and sets the positions. With Kafka the run is
-sent first and the acknowledged prefix is marked after, so a crash between the two sends again and loses nothing.
+Embedded, publishing is numbering: one transaction moves the guard rows and sets the positions, and no message leaves
+the store. With Kafka the run is sent first and the acknowledged prefix is marked after, so a crash between the two
+sends again and loses nothing.
 """
 
 import time
 from collections import deque
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -16,10 +20,14 @@ from keyfold.core.leases.lease import Lease
 from keyfold.core.loops import Loop
 from keyfold.core.shards import Shards
 from keyfold.core.store import Transaction
+from keyfold.core.store.schema import key_names
 from keyfold.core.store.shapes import update
 from keyfold.core.tables import MESSAGES
-from keyfold.core.topics.embedded import message_of, relay_job
-from keyfold.core.topics.topic import Pending, Sink
+from keyfold.core.topics.embedded import relay_job
+from keyfold.core.topics.topic import Message, Pending, Sink
+
+# Partitions numbered in one transaction: bounds it to this many batches.
+TOGETHER = 8
 
 
 class Relay:
@@ -38,8 +46,7 @@ class Relay:
             worker,
             context.settings.leases.lease_seconds,
         )
-        self._positions: dict[int, tuple[int, int]] = {}  # partition -> ticket, messages relayed
-        self._hints: dict[int, _Hint] = {}
+        self._places: dict[int, _Place] = {}
 
     def loop(self) -> Loop:
         return Loop(name=self._job, step=self.step, idle_seconds=0.05, stop=self.stop)
@@ -47,74 +54,124 @@ class Relay:
     def step(self) -> bool:
         """Publish one batch of every partition held; whether there may be more."""
         self._shards.tick()
-        full = False
-        for partition, lease in self._shards.held.items():
-            try:
-                full |= self.relay(partition, lease) >= self._limits.relay_batch_max
-            except LeaseLost:
-                self._positions.pop(partition, None)
-        return full
+        held = sorted(self._shards.held.items())
+        # What Kafka has acknowledged is marked at once, so a run that stalls delays no mark of another.
+        together = TOGETHER if self._sink is None else 1
+        more = False
+        for start in range(0, len(held), together):
+            more |= self._publish(held[start : start + together])
+        return more
 
     def stop(self) -> None:
         self._shards.release_all()
         if self._sink:
             self._sink.close()
 
-    def relay(self, partition: int, lease: Lease) -> int:
-        """Publish the oldest batch of a partition; returns how many messages."""
-        ticket, done = self._positions.get(partition, (0, 0))
-        if ticket != lease.ticket:
+    def _publish(self, held: list[tuple[int, Lease]]) -> bool:
+        """Publish the oldest batch of each of these partitions; one that is lost does not keep back the others."""
+        try:
+            for partition, lease in held:
+                self._adopt(partition, lease)
+            partitions = [partition for partition, _ in held]
+            return self._number(partitions) if self._sink is None else self._send(self._sink, *partitions)
+        except LeaseLost:
+            if len(held) == 1:
+                self._places.pop(held[0][0], None)
+                return False
+        more = False
+        for each in held:
+            more |= self._publish([each])
+        return more
+
+    def _adopt(self, partition: int, lease: Lease) -> None:
+        place = self._places.get(partition)
+        if place is None or place.ticket != lease.ticket:
             done = self._store.transact(
                 lambda tx: progress.adopt(tx, self._job, partition, lease.ticket, ""), name="relay adopt"
             )
-            self._positions[partition] = (lease.ticket, done)
-            self._hints[partition] = _Hint(2 * self._limits.transaction_seconds_max)
-        hint = self._hints[partition]
+            self._places[partition] = _Place(lease.ticket, done, _Hint(2 * self._limits.transaction_seconds_max))
+
+    def _number(self, partitions: list[int]) -> bool:
+        """Give the oldest messages their positions, by one statement a partition and one commit for all of them.
+
+        Neighbours in the outbox belong to different partitions: numbered together, a page of theirs is written once
+        (SQLite, four partitions: 230,000 messages/s against 120,000 with a commit each).
+        """
         looked_at = time.monotonic()
-        pending = self._store.read(lambda tx: self._pending(tx, partition, hint.id))
-        if not pending:
-            return 0
-        count = (
-            self._number(partition, lease, done, pending)
-            if self._sink is None
-            else self._send(self._sink, partition, lease, done, pending)
-        )
-        hint.published(pending[count - 1].id, looked_at)
-        self._positions[partition] = (lease.ticket, done + count)
-        metrics.RELAYED.labels(self._topic).inc(count)
-        return count
+        counts = self._store.read(lambda tx: self._counts_pending(tx, partitions))
+        if not counts:
+            return False
 
-    def _number(self, partition: int, lease: Lease, done: int, pending: list[Pending]) -> int:
-        def work(tx: Transaction) -> None:
-            progress.advance(tx, self._job, partition, lease.ticket, done, done + len(pending))
-            self._mark(tx, partition, pending, range(done, done + len(pending)))
+        def work(tx: Transaction) -> dict[int, int]:
+            for partition, count in counts.items():
+                self._advance(tx, partition, count)
+            return {partition: self._number_oldest(tx, partition, count) for partition, count in counts.items()}
 
-        self._store.transact(work, name="relay")
-        return len(pending)
+        for partition, last_id in self._store.transact(work, name="relay").items():
+            self._published(partition, counts[partition], last_id, looked_at)
+        return max(counts.values()) >= self._limits.relay_batch_max
 
-    def _send(self, sink: Sink, partition: int, lease: Lease, done: int, pending: list[Pending]) -> int:
+    def _send(self, sink: Sink, partition: int) -> bool:
         """The sink's time-out is shorter than the lease, so nothing of ours arrives after the lease has passed on."""
+        looked_at = time.monotonic()
+        pending = self._store.read(lambda tx: self._pending(tx, partition))
+        if not pending:
+            return False
         positions = sink.publish(partition, pending)
         if not positions:
             raise TopicUnreachable(f"no message of {self._topic}/{partition} was acknowledged")
+        acknowledged = pending[: len(positions)]
 
         def work(tx: Transaction) -> None:
-            progress.advance(tx, self._job, partition, lease.ticket, done, done + len(positions))
-            self._mark(tx, partition, pending[: len(positions)], positions)
+            self._advance(tx, partition, len(positions))
+            self._mark(tx, partition, acknowledged, positions)
 
         self._store.transact(work, name="relay")
-        return len(positions)
+        self._published(partition, len(positions), acknowledged[-1].id, looked_at)
+        return len(positions) >= self._limits.relay_batch_max
 
-    def _pending(self, tx: Transaction, partition: int, after_id: int) -> list[Pending]:
-        rows = tx.execute(
-            _PENDING,
-            {"t": self._topic, "p": partition, "after_id": after_id, "count_max": self._limits.relay_batch_max},
-        )
-        return [Pending(row.id, message_of(row)) for row in rows]
+    def _advance(self, tx: Transaction, partition: int, count: int) -> None:
+        place = self._places[partition]
+        progress.advance(tx, self._job, partition, place.ticket, place.done, place.done + count)
 
-    def _mark(self, tx: Transaction, partition: int, pending: list[Pending], positions: range | list[int]) -> None:
-        last = tx.execute(_LAST_PUBLISHED_AT, {"t": self._topic, "p": partition}).scalar() or 0
-        at = max(tx.now_us, last)  # publication times grow with positions, whatever the clock does
+    def _published(self, partition: int, count: int, last_id: int, looked_at: float) -> None:
+        place = self._places[partition]
+        place.done += count
+        place.hint.published(last_id, looked_at)
+        metrics.RELAYED.labels(self._topic).inc(count)
+
+    def _counts_pending(self, tx: Transaction, partitions: list[int]) -> dict[int, int]:
+        """How many messages wait in each partition, up to a batch; those without any are left out."""
+        counts = {each: int(tx.execute(_COUNT_PENDING, self._oldest(each)).scalar_one()) for each in partitions}
+        return {partition: count for partition, count in counts.items() if count}
+
+    def _pending(self, tx: Transaction, partition: int) -> list[Pending]:
+        rows: Sequence[Any] = tx.execute(_PENDING, self._oldest(partition)).all()
+        return [
+            Pending(
+                row_id,
+                Message(key=key, version=version, event_time_us=time_us, schema=schema, payload=payload, kind=kind),
+            )
+            for row_id, key, kind, version, time_us, schema, payload in rows
+        ]
+
+    def _oldest(self, partition: int) -> dict[str, object]:
+        after_id = self._places[partition].hint.id
+        return {"t": self._topic, "p": partition, "after_id": after_id, "count_max": self._limits.relay_batch_max}
+
+    def _number_oldest(self, tx: Transaction, partition: int, count: int) -> int:
+        """Number exactly as many as the guard row was moved by, and return the id of the last.
+
+        They were counted before: one with a lower id that came since takes the place of a younger one.
+        """
+        place = self._places[partition]
+        parameters = (place.done, self._published_at(tx, partition), self._topic, partition, place.hint.id, count)
+        numbered = tx.driver(_number_sql(tx), parameters).rowcount
+        if numbered != count:
+            raise LostRace(f"{count - numbered} messages vanished while they were published")
+        return int(tx.execute(_ID_AT, {"t": self._topic, "p": partition, "at": place.done + count - 1}).scalar_one())
+
+    def _mark(self, tx: Transaction, partition: int, pending: list[Pending], positions: list[int]) -> None:
         marked = update(
             tx,
             MESSAGES,
@@ -123,12 +180,26 @@ class Relay:
                 "key": [each.message.key for each in pending],
                 "kind": [each.message.kind for each in pending],
                 "version": [each.message.version for each in pending],
-                "position": list(positions),
-                "published_at_us": [at] * len(pending),
+                "position": positions,
+                "published_at_us": [self._published_at(tx, partition)] * len(pending),
             },
         )
         if marked != len(pending):
             raise LostRace(f"{len(pending) - marked} messages vanished while they were published")
+
+    def _published_at(self, tx: Transaction, partition: int) -> int:
+        """Publication times grow with positions, whatever the clock does."""
+        last = tx.execute(_LAST_PUBLISHED_AT, {"t": self._topic, "p": partition}).scalar() or 0
+        return max(tx.now_us, last)
+
+
+class _Place:
+    """How far a partition is published, under which ticket."""
+
+    def __init__(self, ticket: int, done: int, hint: "_Hint") -> None:
+        self.ticket = ticket
+        self.done = done
+        self.hint = hint
 
 
 class _Hint:
@@ -154,14 +225,42 @@ class _Hint:
 _HERE = (MESSAGES.c.topic == sa.bindparam("t"), MESSAGES.c.partition == sa.bindparam("p"))
 
 _PENDING = (
-    sa.select(MESSAGES)
+    sa.select(
+        MESSAGES.c.id,
+        MESSAGES.c.key,
+        MESSAGES.c.kind,
+        MESSAGES.c.version,
+        MESSAGES.c.event_time_us,
+        MESSAGES.c.schema_name,
+        MESSAGES.c.payload,
+    )
     .where(*_HERE, MESSAGES.c.position.is_(None), MESSAGES.c.id > sa.bindparam("after_id"))
     .order_by(MESSAGES.c.id)
     .limit(sa.bindparam("count_max"))
 )
+_COUNT_PENDING = sa.select(sa.func.count()).select_from(_PENDING.with_only_columns(MESSAGES.c.id).subquery())
+_ID_AT = sa.select(MESSAGES.c.id).where(*_HERE, MESSAGES.c.position == sa.bindparam("at"))
 _LAST_PUBLISHED_AT = (
     sa.select(MESSAGES.c.published_at_us)
     .where(*_HERE, MESSAGES.c.position.is_not(None))
     .order_by(MESSAGES.c.position.desc())
     .limit(1)
 )
+
+
+def _number_sql(tx: Transaction) -> str:
+    """Positions for the oldest pending messages of a partition, in the order of their ids."""
+    return _number_by("?", ("rowid",)) if tx.is_sqlite else _number_by("%s", key_names(MESSAGES))
+
+
+@cache
+def _number_by(mark: str, row: tuple[str, ...]) -> str:
+    picked = ", ".join(f"{name} AS this_{name}" for name in row)
+    joined = " AND ".join(f"messages.{name} = oldest.this_{name}" for name in row)
+    return (
+        f"UPDATE messages SET position = {mark} + oldest.place - 1, published_at_us = {mark}"
+        f" FROM (SELECT {picked}, row_number() OVER (ORDER BY id) AS place FROM messages"
+        f" WHERE topic = {mark} AND partition = {mark} AND position IS NULL AND id > {mark}"
+        f" ORDER BY id LIMIT {mark}) AS oldest"
+        f" WHERE {joined}"
+    )

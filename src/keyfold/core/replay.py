@@ -71,9 +71,10 @@ def set_back(context: Context, consumer: Consumer, start: Start, *, actor: str) 
         for partition, stood in progress.positions(tx, consumer.job).items():
             if partition in wanted:
                 after = min(stood.position, wanted[partition])
-                _must_be_free_of_letters(tx, consumer, partition, after)
                 if after < stood.position:
+                    # Before the look: the row's lock keeps the consumer from setting a message aside after it.
                     progress.rewind(tx, consumer.job, partition, after)
+                    _must_be_free_of_letters(tx, consumer, partition, after)
                 moved.append(SetBack(partition, stood.position, after))
         audit.record(tx, actor, "consumer set back", f"{consumer.name} of {consumer.topic} to {start}")
         return moved

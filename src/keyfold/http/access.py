@@ -47,13 +47,10 @@ class Access:
         found = self._known.get(_digest(given))
         return found[0] if found is not None and found[1] > time.monotonic() else None
 
-    async def client(self, call: Call) -> Client:
+    async def checked(self, call: Call) -> Client:
         """The client whose token this is; 401 for any other text, 429 where an address tries too many."""
-        client = self.known(call)
-        if client is not None:
-            return client
         try:
-            return await self._checked(call)
+            return await self._client(call)
         except Unauthenticated:
             wait = self._refusals.take(_network(call.remote))
             if wait:
@@ -63,7 +60,7 @@ class Access:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _checked(self, call: Call) -> Client:
+    async def _client(self, call: Call) -> Client:
         given = call.headers.get(b"authorization")
         if given is None:
             return self._anonymous(call)

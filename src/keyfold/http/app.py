@@ -57,12 +57,12 @@ class Door:
         self.under_way += 1
         try:
             template, answer = await self._answered(call, scope, started)
-            if answer.status >= 400:
-                await drain(call)
             await _send(send, answer, self._closing_headers(call))
         finally:
             self.under_way -= 1
         self._note(call, template, answer.status, time.monotonic() - started)
+        if answer.status >= 400:
+            await drain(call)
 
     async def _answered(self, call: Call, scope: Scope, started: float) -> tuple[str, Answer]:
         """The answer, whatever happens, and the template of the path it came from."""
@@ -98,7 +98,8 @@ class Door:
         self._guards.threads.close()
 
     def _find(self, call: Call) -> tuple[Endpoint, Mapping[str, str]]:
-        found = self._router.find(call.path)
+        # The router overlooks slashes too many at the front; an address has one spelling.
+        found = None if call.path.startswith("//") else self._router.find(call.path)
         if found is None:
             return self._nothing, {}
         methods, _, params, _ = found

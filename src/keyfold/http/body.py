@@ -71,7 +71,7 @@ async def _read(call: Call, expected: int | None, bytes_max: int) -> bytes:
         event = await call.receive()
         if event["type"] != "http.request":
             call.body_read = True
-            raise BadInput("the connection closed before the body had ended")
+            raise BadInput("the body broke off, or its chunks are malformed")
         chunk = cast(bytes, event.get("body", b""))
         size += len(chunk)
         if size > bytes_max:
@@ -115,8 +115,11 @@ def declared_bytes(call: Call) -> int | None:
 
 
 async def drain(call: Call) -> None:
-    """Let a refused body run out, within reason: a connection closed on a caller that still sends loses the answer."""
-    if call.body_read or b"expect" in call.headers:
+    """After the answer, let a refused body run out, within reason.
+
+    A caller that is still sending when its connection closes may never read the answer that lies waiting for it.
+    """
+    if call.body_read or call.fate is not None or b"expect" in call.headers:
         return
     if b"transfer-encoding" not in call.headers and call.headers.get(b"content-length", b"0") == b"0":
         return

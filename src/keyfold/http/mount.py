@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from keyfold.core.access import SCOPES, Client
-from keyfold.core.errors import BadInput, KeyfoldError, VersionNeeded
+from keyfold.core.errors import BadInput, KeyfoldError, NotFound, VersionNeeded
 from keyfold.core.gather import Ask, Gatherer, Operation, Outcome, Reply, Versioned, fingerprint
 from keyfold.core.limits import Limits
 from keyfold.core.route import Route
@@ -40,7 +40,7 @@ class Guards(Struct, frozen=True):
 
     async def admit(self, call: Call) -> Client:
         """A caller that is known and does not call too often."""
-        client = self.access.known(call) or await self.access.client(call)
+        client = self.access.known(call) or await self.access.checked(call)
         self.rates.must_take(client.client_id, "requests")
         return client
 
@@ -179,6 +179,8 @@ def query_pairs(text: bytes) -> list[tuple[str, str]]:
 
 
 def _unescaped(text: str, place: str) -> str:
+    if not text:
+        raise NotFound("there is nothing at this address", hint="A part of the path is empty")
     if "%" not in text:
         return text
     if _HALF_ESCAPE.search(text):

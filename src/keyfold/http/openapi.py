@@ -42,9 +42,14 @@ _PART = re.compile(r"\{([a-z_]+)\}")
 
 DESCRIPTION = """Exact, bounded state per key, folded from events.
 
-Send `Authorization: Bearer <token>`; `keyfold token create` makes one. A token has scopes (what it may do) and grants
-(what it may do it to); what it may not see answers 404. Every error is an RFC 9457 problem with a stable `type`.
-A write takes an `Idempotency-Key`: a repeat with the same body gets the first answer. An edit takes `If-Match`."""
+Every call carries `Authorization: Bearer <token>`; `keyfold token create` makes a token. Its scopes say what it may do,
+its grants what it may do it to; what it may not see answers 404.
+
+Every error is a problem (RFC 9457): programs read its `type`, which never changes; `place` says where in the request
+the fault lies.
+
+A write takes an `Idempotency-Key`: when an answer was lost, the same request with the same key gets the first answer
+again. An edit takes `If-Match` with the ETag of what was read; 412 means that somebody was faster."""
 
 ALWAYS = (
     BadInput,
@@ -73,11 +78,11 @@ class Described(Struct, frozen=True, kw_only=True):
 
 
 OWN = (
-    Described(path="/healthz", summary="Whether the process lives", answer=Health, errors=[Internal]),
-    Described(path="/readyz", summary="Whether the server can work", answer=Health, errors=[Internal, Unavailable]),
+    Described(path="/healthz", summary="Liveness", answer=Health, errors=[Internal]),
+    Described(path="/readyz", summary="Readiness", answer=Health, errors=[Internal, Unavailable]),
     Described(
         path="/metrics",
-        summary="The figures of this process, for Prometheus",
+        summary="Metrics for Prometheus",
         scope="metrics",
         media=METRICS_TEXT.decode().partition(";")[0],
         errors=[BadInput, Unauthenticated, ScopeMissing, RateExceeded, Internal, Unavailable],

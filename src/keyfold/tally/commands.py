@@ -18,7 +18,7 @@ def add(
     key: Annotated[str, typer.Argument(help="what is tallied")],
     number: Annotated[int, typer.Argument(metavar="[N]", help="what to add; may be negative")] = 1,
 ) -> Tally:
-    """Add to the tally of a key, and announce the new value."""
+    """Add to a tally, and announce its new value."""
     addition = msgspec.convert({"key": key, "add": number}, Addition)
     context: Context = ctx.obj.product()
     return context.store.transact(lambda tx: service.add(tx, context.topics, [addition])[key], once=True)
@@ -26,7 +26,7 @@ def add(
 
 @app.command()
 def get(ctx: typer.Context, keys: Annotated[list[str], typer.Argument(metavar="KEY...")]) -> list[Tally]:
-    """Read tallies; a key that was never changed is at 0."""
+    """Read tallies; a key never changed is at 0."""
     wanted = msgspec.convert(keys, list[Key])
     context: Context = ctx.obj.product()
     return list(context.store.read(lambda tx: service.read(tx, wanted)).values())

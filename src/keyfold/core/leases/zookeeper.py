@@ -121,6 +121,7 @@ class ZooKeeperLeases:
         self._terms: dict[str, _Term] = {}
         self._joined: dict[tuple[str, str], float] = {}
         self._in_doubt: dict[str, Sequence[str]] = {}
+        self._silent_since: float | None = None
 
     # Leases -------------------------------------------------------------------------------------------------------
 
@@ -156,7 +157,7 @@ class ZooKeeperLeases:
     def renew(self, leases: Sequence[Lease], seconds: float) -> list[Lease]:
         """Prolong what this object took and ZooKeeper still shows. Without an answer nothing is prolonged."""
         until, expires_at_us = self._end(seconds)
-        ours = [lease for lease in leases if self._answers_for(lease)]
+        ours = [lease for lease in set(leases) if self._answers_for(lease)]
         if not ours:
             return []
         call = self._begin()
@@ -164,7 +165,7 @@ class ZooKeeperLeases:
         kept = [
             Lease(lease.name, lease.holder, lease.ticket, expires_at_us)
             for lease, stat in zip(ours, stats, strict=True)
-            if stat is not None and stat.czxid == lease.ticket and stat.ephemeralOwner == call.session
+            if stat is not None and stat.czxid == lease.ticket
         ]
         with self._lock:
             # Meanwhile the session may have ended, or the lease been handed back.
@@ -274,7 +275,7 @@ class ZooKeeperLeases:
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
-            _stop(client)
+            _stop(client).join(CLOSE_SECONDS_MAX)
 
     def _begin(self) -> "_Call":
         """A connection to ask, within the time that the whole call has."""
@@ -287,7 +288,22 @@ class ZooKeeperLeases:
         identity = client.client_id
         if identity is None:
             raise LeasesUnreachable("the connection to ZooKeeper has just dropped", retry_after_seconds=1)
-        return _Call(client, identity[0], deadline)
+        return _Call(client, identity[0], deadline, self._note_answer)
+
+    def _note_answer(self, client: Any, came: bool) -> None:
+        """End a session that we cannot hear for as long as it lasts.
+
+        kazoo notices a silent connection only while nothing is sent. Where our requests arrive and the answers do not,
+        it would keep a session alive whose leases nobody here believes in and nobody else can have.
+        """
+        if came:
+            self._silent_since = None
+            return
+        now = time.monotonic()
+        if self._silent_since is None:
+            self._silent_since = now
+        elif now - self._silent_since >= self._session_seconds:
+            self._discard(client)
 
     def _started(self) -> tuple[Any, threading.Event]:
         with self._lock:
@@ -323,22 +339,31 @@ class ZooKeeperLeases:
         if self._closed.is_set():
             return
         if state == KazooState.CONNECTED:
+            self._silent_since = None
             log.info("zookeeper session connected")
         else:
             log.warning("zookeeper session lost" if state == KazooState.LOST else "zookeeper session suspended")
         if state == KazooState.LOST:
             with self._lock:
-                self._terms.clear()
-                self._joined.clear()
-                self._in_doubt.clear()
+                self._forget_session()
         self._untidy.set()
 
     def _discard(self, client: Any) -> None:
-        """kazoo gave up on this client for good; the next call makes another."""
+        """Give up a client that kazoo has given up, or that hears nothing; the next call makes another."""
         with self._lock:
-            if self._client is client:
-                self._client = self._live = None
+            if self._client is not client:
+                return
+            self._client = self._live = self._silent_since = None
+            self._forget_session()
+        client.remove_listener(self._watch_session)
+        log.warning("zookeeper session given up")
         _stop(client)
+
+    def _forget_session(self) -> None:
+        """What the session held is gone with it. Call with the lock."""
+        self._terms.clear()
+        self._joined.clear()
+        self._in_doubt.clear()
 
     # Handing back -------------------------------------------------------------------------------------------------
 
@@ -457,10 +482,11 @@ class ZooKeeperLeases:
 class _Call:
     """One bounded conversation with ZooKeeper over one session."""
 
-    def __init__(self, client: Any, session: int, deadline: float) -> None:
+    def __init__(self, client: Any, session: int, deadline: float, note_answer: Callable[[Any, bool], None]) -> None:
         self.client = client
         self.session = session
         self._deadline = deadline
+        self._note_answer = note_answer
 
     def ask(self, requests: Iterable[Any]) -> list[Any]:
         """Send all, then wait for all; a refusal such as NoNodeError is an answer, silence is not."""
@@ -483,9 +509,14 @@ class _Call:
         try:
             answer = request.get(timeout=max(0.0, self._deadline - time.monotonic()))
         except _ANSWERS as refusal:
+            self._note_answer(self.client, True)
             return refusal
-        except (KazooException, KazooTimeoutError) as error:
+        except KazooTimeoutError as error:
+            self._note_answer(self.client, False)
             raise _unreachable(error) from error
+        except KazooException as error:
+            raise _unreachable(error) from error
+        self._note_answer(self.client, True)
         # A multi answers for each of its steps; those beside the refused one are undone.
         for step in answer if isinstance(answer, list) else ():
             if isinstance(step, KazooException) and not isinstance(step, _ANSWERS + _UNDONE):
@@ -503,8 +534,8 @@ def _silent_logger() -> logging.Logger:
 _SILENT = _silent_logger()
 
 
-def _stop(client: Any) -> None:
-    """End a client in the background of a bounded wait: kazoo waits for a server that may be silent."""
+def _stop(client: Any) -> threading.Thread:
+    """End a client and its session in the background: kazoo waits for a server that may be silent."""
 
     def stop() -> None:
         with contextlib.suppress(Exception):
@@ -512,13 +543,9 @@ def _stop(client: Any) -> None:
         with contextlib.suppress(Exception):
             client.close()
 
-    _bounded(stop, CLOSE_SECONDS_MAX)
-
-
-def _bounded(work: Callable[[], None], seconds: float) -> None:
-    thread = threading.Thread(target=work, name="zookeeper-close", daemon=True)
+    thread = threading.Thread(target=stop, name="zookeeper-close", daemon=True)
     thread.start()
-    thread.join(seconds)
+    return thread
 
 
 def _unreachable(error: Exception) -> LeasesUnreachable:

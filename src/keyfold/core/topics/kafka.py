@@ -32,6 +32,7 @@ Property = str | int | float | bool
 
 REQUEST_SECONDS = 5.0  # longest wait for one answer of the brokers
 CREATE_SECONDS = 30.0
+OPEN_SECONDS_MIN = 2.0
 FLUSH_SECONDS = 0.15
 IDENTITY_SECONDS = 1.0  # an idle reader asks at most this often whether the topic is still the same
 ACQUAINTED_SECONDS = 60.0  # far below producer.id.expiration.ms, after which a broker forgets a producer
@@ -184,12 +185,15 @@ class KafkaSource:
             )
         return bounds
 
+    def _must_be_the_same(self) -> None:
+        before = self._identity
+        if self.identity() != before:
+            raise TopicChanged(f"topic {self.name} was made anew: it was {before} and is {self._identity}")
+
     def _is_at_end(self, stream: "_Stream") -> bool:
         """Whether the broker itself says that there is no more: an empty answer never means that nobody was there."""
         if time.monotonic() - self._identity_at > IDENTITY_SECONDS:
-            before = self._identity
-            if self.identity() != before:
-                raise TopicChanged(f"topic {self.name} was made anew: it was {before} and is {self._identity}")
+            self._must_be_the_same()
         return self._must_hold(stream.partition, stream.position).next <= max(stream.position, stream.end)
 
     def _read(self, stream: "_Stream", count_max: int, wait_seconds: float) -> None:
@@ -226,8 +230,8 @@ class KafkaSource:
         """After an error the client leaves the partition alone, even if told to seek; the next call assigns it anew."""
         self._unassign(stream)
         del self._streams[stream.partition]
-        if error.code() in (kafka.KafkaError._AUTO_OFFSET_RESET, kafka.KafkaError.OFFSET_OUT_OF_RANGE):
-            self._must_hold(stream.partition, stream.position)
+        self._must_be_the_same()
+        self._must_hold(stream.partition, stream.position)
         raise self._cluster.error(error)
 
     def _opened(self) -> kafka.Consumer:
@@ -280,34 +284,38 @@ class KafkaSink:
         if not pending:
             return []
         run = _Run(len(pending))
-        deadline = time.monotonic() + self._timeout_seconds * 0.9  # the rest is for throwing the producer away
         try:
-            self._open(deadline)
+            deadline = self._open()
             for start, stop in self._slices(partition, pending):
                 self._send(partition, pending, start, stop, run)
-                self._settle(deadline)
+                self._settle(deadline, run)
                 if run.failure is not None or not run.has_all_before(stop):
                     break
         finally:
             if not run.has_all_before(len(pending)):
-                self._discard()
+                self._discard(run)
         positions = run.prefix()
-        if not positions:
-            raise (
-                self._cluster.error(run.failure)
-                if run.failure
-                else self._cluster.unreachable(f"nothing was acknowledged within {self._timeout_seconds:g} s")
-            )
-        return positions
+        if positions:
+            return positions
+        if run.failure is not None:
+            raise self._cluster.error(run.failure)
+        raise self._cluster.unreachable(f"nothing was acknowledged within {self._timeout_seconds:g} s")
 
     def close(self) -> None:
-        self._discard()
+        self._discard(_Run(0))
 
-    def _open(self, deadline: float) -> None:
+    def _open(self) -> float:
+        """Until when the run may take. The rest of the time-out is for throwing the producer away."""
+        seconds = self._timeout_seconds * 0.9
         if self._producer is None:
+            # librdkafka takes half a second to be given an id as a producer; with less it would never get one.
+            seconds = max(seconds, OPEN_SECONDS_MIN)
+            deadline = time.monotonic() + seconds
             # A producer would wait for a topic that is not there, or have the broker make it with other partitions.
-            self._cluster.identity(max(0.1, deadline - time.monotonic()))
+            self._cluster.identity(seconds)
             self._producer = self._cluster.producer()
+            return deadline
+        return time.monotonic() + seconds
 
     def _slices(self, partition: int, pending: Sequence[Pending]) -> Iterator[tuple[int, int]]:
         """Parts that are settled one after the other; the first message alone where the broker may not know us."""
@@ -340,17 +348,17 @@ class KafkaSink:
         except (kafka.KafkaException, BufferError) as error:
             run.failure = run.failure or _kafka_error(error)
 
-    def _settle(self, deadline: float) -> None:
-        """Wait until every message sent is acknowledged or failed, or the time is up."""
+    def _settle(self, deadline: float, run: "_Run") -> None:
+        """Wait until every message sent is acknowledged, or one has failed, or the time is up."""
         assert self._producer is not None
-        while len(self._producer) and (seconds := deadline - time.monotonic()) > 0:
+        while len(self._producer) and run.failure is None and (seconds := deadline - time.monotonic()) > 0:
             try:
                 # In short waits: a longer one goes on after a fatal error, calling reports with the error raised.
                 self._producer.flush(min(FLUSH_SECONDS, seconds))
             except kafka.KafkaException as fatal:
                 self._cluster.heard(_kafka_error(fatal))
 
-    def _discard(self) -> None:
+    def _discard(self, run: "_Run") -> None:
         """Throw the producer away with all it holds, so that nothing more of it leaves this process."""
         self._acquainted_at.clear()
         self._cluster.close()
@@ -359,7 +367,7 @@ class KafkaSink:
         try:
             # It only begins here, whatever its argument `blocking` says; the wait is for the reports of what it threw.
             self._producer.purge()
-            self._settle(time.monotonic() + max(0.1, self._timeout_seconds * 0.1))
+            self._settle(time.monotonic() + max(FLUSH_SECONDS, self._timeout_seconds * 0.1), run)
             if not len(self._producer):
                 # With messages left it would wait for them without end; then the last reference ends the producer.
                 self._producer.close()
@@ -500,7 +508,8 @@ class _Cluster:
 
     def heard(self, error: kafka.KafkaError) -> None:
         """Keep what the client last complained of: a wait that ends without an answer is explained by it."""
-        self._last_heard = error.str()
+        if error.code() != kafka.KafkaError._ALL_BROKERS_DOWN or not self._last_heard:
+            self._last_heard = error.str()
 
     def error(self, error: kafka.KafkaError) -> KeyfoldError:
         if error.code() in MISSING:
@@ -560,7 +569,9 @@ class _Cluster:
 
     def _answer(self, asked: "Future[T]", timeout_seconds: float) -> T:
         try:
-            return asked.result(timeout_seconds + 1)
+            answer = asked.result(timeout_seconds + 1)
+            self._last_heard = ""
+            return answer
         except kafka.KafkaException as raised:
             error = _kafka_error(raised)
         except TimeoutError:

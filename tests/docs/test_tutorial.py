@@ -1,0 +1,43 @@
+"""The tutorial is true: every command in it runs, and prints what it says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
+MARK = "=== next command ==="
+
+
+def commands(text: str) -> list[tuple[str, str]]:
+    """Each command with the output it promises."""
+    found: list[tuple[str, str]] = []
+    for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, output = part.partition("\n")
+            found.append((command, output.strip()))
+    return found
+
+
+def matches(promised: str, printed: str) -> bool:
+    """`…` in a promise stands for anything."""
+    pattern = ".*".join(re.escape(piece) for piece in promised.split("…"))
+    return re.fullmatch(pattern, printed, re.DOTALL) is not None
+
+
+@pytest.mark.spec("CORE-15", "CORE-19", "CORE-20", "CORE-22")
+def test_every_command_of_the_tutorial_prints_what_it_promises(tmp_path: Path) -> None:
+    steps = commands(TUTORIAL.read_text(encoding="utf-8"))
+    script = "\n".join(f"echo '{MARK}'\n{command}" for command, _ in steps)
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = {name: value for name, value in environment.items() if not name.startswith("KEYFOLD_")}
+    ran = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    printed = [each.strip() for each in ran.stdout.split(MARK)[1:]]
+    assert len(printed) == len(steps), ran.stdout + ran.stderr
+    for (command, promised), got in zip(steps, printed, strict=True):
+        assert matches(promised, got), f"$ {command}\npromised:\n{promised}\nprinted:\n{got}\n{ran.stderr}"

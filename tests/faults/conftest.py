@@ -1,0 +1,44 @@
+"""What the fault tests share: where they work, how long, and the count of what they struck."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults import matrix
+from tests.faults.matrix import hit as hit  # a fixture
+from tests.faults.nursery import STRACE, Nursery, migrated
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "fault(name, *parts): the fault that this test inflicts, and on which parts")
+    if not config.pluginmanager.has_plugin(matrix.__name__):
+        config.pluginmanager.register(matrix, matrix.__name__)
+
+
+@pytest.fixture
+def fast_path() -> Iterator[Path]:
+    """A directory in memory, where syncing costs nothing: what these tests lose, they lose on purpose."""
+    memory = Path("/dev/shm")
+    directory = Path(tempfile.mkdtemp(prefix="keyfold-", dir=memory if os.access(memory, os.W_OK) else None))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty store with our schema, to copy."""
+    return migrated(tmp_path_factory.mktemp("template") / "template.db")
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    if STRACE is None:
+        if os.environ.get("CI"):
+            pytest.fail("strace is not installed", pytrace=False)
+        pytest.skip("strace is not installed: run `make servers` as root")
+    with Nursery() as running:
+        yield running
