@@ -39,6 +39,9 @@ bench: install servers ## every benchmark, with its peers in the same run
 	$(UV) pip install --quiet --python $(BIN)/python fastapi uvicorn
 	$(BIN)/python -m bench
 
+docs: install    ## the reference, from the code
+	$(BIN)/python -m tools.reference
+
 lock: $(UV)      ## resolve the dependencies anew
 	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --all-extras --group dev -o requirements.lock pyproject.toml
 

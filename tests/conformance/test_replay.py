@@ -120,6 +120,17 @@ def test_a_live_worker_that_was_set_back_reads_again_with_the_next_message(trial
     assert trial.seen == [3, 4, 5, 6, 7]
 
 
+def test_an_idle_worker_that_was_set_back_reads_again_without_a_new_message(trial: Trial) -> None:
+    worker = ConsumerWorker(trial.context, trial.consumer, "w1")
+    consume_all(worker)
+    set_back(trial.context, trial.consumer, Start(position=2), actor="ann")
+    trial.seen.clear()
+    while trial.seen[-1:] != [6]:
+        worker.step()
+    worker.stop()
+    assert trial.seen == [3, 4, 5, 6]
+
+
 def test_a_consumer_set_back_to_a_time_reads_what_was_published_since(embedded: Trial) -> None:
     start = Start(time_us=embedded.published_at_us[4])
     assert set_back(embedded.context, embedded.consumer, start, actor="ann") == [SetBack(0, 6, 3)]

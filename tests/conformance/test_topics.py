@@ -295,3 +295,10 @@ def test_every_published_row_has_a_position_and_none_is_left(trial: Trial) -> No
     assert trial.context.store.read(lambda tx: tx.execute(unpublished).scalar_one()) == 0
     for records in trial.records().values():
         assert [record.position for record in records] == list(range(len(records)))
+
+
+@pytest.mark.spec("CORE-14", "CORE-16")
+def test_a_key_above_the_limit_is_refused(trial: Trial) -> None:
+    put(trial.context, trial.topic, [message("ж" * 256, 1)])
+    with pytest.raises(BadInput, match="longer than 512 bytes"):
+        put(trial.context, trial.topic, [message("ж" * 257, 1)])

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from keyfold.core.store import Store, Transaction
+from keyfold.core.store import Store
 
 EVENTS, CHANGES = "tally-events", "tally-changes"
 CONSUMER = f"consumer/{EVENTS}/tally"
@@ -64,15 +64,12 @@ class Ledger:
             self.tickets[job, shard] = ticket
         self.leases = dict(rows("SELECT name, ticket FROM leases"))
         self.letters: set[Place] = set(rows("SELECT partition, position FROM dead_letters"))
+        self.answers: set[str] = {key for (key,) in rows("SELECT key FROM answers")}
         self.outside = topics or {}
 
     @classmethod
     def of(cls, store: Store, topics: Mapping[str, Log] | None = None) -> "Ledger":
         return store.snapshot(lambda tx: cls(lambda query: list(map(tuple, tx.driver(query))), topics))
-
-    @classmethod
-    def within(cls, tx: Transaction) -> "Ledger":
-        return cls(lambda query: list(map(tuple, tx.driver(query))))
 
     def log(self, topic: str) -> Log:
         """What a reader of the topic finds; where positions have gaps or stand twice, `G3` says so elsewhere."""

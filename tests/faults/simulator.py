@@ -427,10 +427,9 @@ class Simulation:
 
     def _added(self, found: Ledger, at_the_end: bool) -> dict[str, int]:
         """The sums of the requests that are in: those answered, and one whose answer may still be on its way."""
-        done = self._store.read(lambda tx: tx.driver("SELECT key FROM answers").scalars().all())
         sums: dict[str, int] = defaultdict(int)
         for number, ask in enumerate(self._asks):
-            if f"ask{number}" in done or number < self._asked or at_the_end:
+            if f"ask{number}" in found.answers or number < self._asked or at_the_end:
                 sums[ask.key] += ask.add
         return sums
 

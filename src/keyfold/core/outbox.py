@@ -20,10 +20,8 @@ def put(tx: Transaction, topics: Topics, topic: str, messages: Sequence[Message]
     if not messages:
         return
     partitions = topics.partitions(topic)
-    bytes_max = topics.message_bytes_max
     for message in messages:
-        if len(message.payload) > bytes_max:
-            raise BadInput(f"the message of {message.key!r} has {len(message.payload)} bytes, {bytes_max} are allowed")
+        _must_fit(message, topics)
     ordered = sorted(messages, key=lambda message: (message.key, message.kind, message.version))
     columns: Columns = {
         "topic": [topic] * len(ordered),
@@ -38,3 +36,12 @@ def put(tx: Transaction, topics: Topics, topic: str, messages: Sequence[Message]
         "queued_at_us": [tx.now_us] * len(ordered),
     }
     insert(tx, MESSAGES, columns)
+
+
+def _must_fit(message: Message, topics: Topics) -> None:
+    """Keys are short by nature; characters are counted as four bytes only where that could matter."""
+    key_max, payload_max = topics.limits.key_bytes_max, topics.limits.message_bytes_max
+    if len(message.key) * 4 > key_max and len(message.key.encode()) > key_max:
+        raise BadInput(f"the key {message.key[:50]!r}… is longer than {key_max} bytes")
+    if len(message.payload) > payload_max:
+        raise BadInput(f"the message of {message.key!r} has {len(message.payload)} bytes, {payload_max} are allowed")

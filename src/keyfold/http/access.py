@@ -58,7 +58,7 @@ class Access:
             raise
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
     async def _client(self, call: Call) -> Client:
         given = call.headers.get(b"authorization")

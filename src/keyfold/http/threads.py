@@ -31,7 +31,8 @@ class Threads:
         return await asyncio.wrap_future(running)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Wait for what runs: the interpreter would, at its end, and without a limit."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _free(self) -> None:
         self._taken -= 1

@@ -1,6 +1,7 @@
 """The door without a server: a request goes in as ASGI and comes out as an answer."""
 
 import asyncio
+import shutil
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -138,14 +139,22 @@ class Caller:
 Open = Callable[..., Caller]
 
 
+@pytest.fixture(scope="session")
+def new_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a store with our schema and nothing in it, to be copied: making one takes longer than most tests."""
+    file = tmp_path_factory.mktemp("store") / "keyfold.db"
+    trial.open_context(store_url=f"sqlite:///{file}").close()
+    return file
+
+
 @pytest.fixture
-def open_caller(tmp_path: Path) -> Iterator[Open]:
+def open_caller(tmp_path: Path, new_store: Path) -> Iterator[Open]:
     """Makes a door with settings of one's own."""
     opened: list[Caller] = []
 
     def make(**options: object) -> Caller:
-        url = f"sqlite:///{tmp_path / f'keyfold-{len(opened)}.db'}"
-        opened.append(Caller(trial.open_context(**{"store_url": url, **options})))
+        file = shutil.copy(new_store, tmp_path / f"keyfold-{len(opened)}.db")
+        opened.append(Caller(trial.open_context(**{"store_url": f"sqlite:///{file}", **options})))
         return opened[-1]
 
     yield make

@@ -4,6 +4,7 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+from msgspec import structs
 
 from keyfold.core.errors import KeyfoldError
 from keyfold.http import openapi
@@ -162,8 +163,6 @@ def test_an_error_named_by_a_route_is_in_the_document(caller: Caller) -> None:
         slug = "peculiar"
         status = 422
 
-    import msgspec
-
-    route = msgspec.structs.replace(trial.routes(caller.context)[0], errors=(Peculiar,))
+    route = structs.replace(trial.routes(caller.context)[0], errors=(Peculiar,))
     responses: Any = openapi.document([route])["paths"]
     assert "A peculiar thing" in responses["/v1/trials"]["post"]["responses"]["422"]["description"]

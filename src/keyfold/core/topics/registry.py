@@ -21,7 +21,7 @@ class Topics:
         self._settings = settings.topics
         self._lease_seconds = settings.leases.lease_seconds
         self._partitions = partitions
-        self.message_bytes_max = settings.limits.message_bytes_max
+        self.limits = settings.limits
         self._opened: list[Source | Sink] = []
 
     @classmethod
