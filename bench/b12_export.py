@@ -76,9 +76,7 @@ def _messages(count: int) -> list[Message]:
         key = f"key-{chance.randrange(KEYS)}"
         versions[key] = versions.get(key, 0) + 1
         payload = chance.randbytes(PAYLOAD_BYTES // 2).hex().encode()
-        made.append(
-            Message(key=key, version=versions[key], event_time_us=number, schema="bench/1", payload=payload)
-        )
+        made.append(Message(key=key, version=versions[key], event_time_us=number, schema="bench/1", payload=payload))
     return made
 
 
@@ -149,13 +147,18 @@ def _ours(place: Place, count: int, *, put_counts: bool) -> float:
         relay = Relay(context, topic, "bench")
         relay.step()  # leases and connections are there, as in a server that runs
         if put_counts:
-            result = rate(count, lambda: (_put(context, topic, messages), relay_all(relay)))
+            result = rate(count, lambda: _put_and_relay(context, topic, messages, relay))
         else:
             _put(context, topic, messages)
             result = rate(count, lambda: relay_all(relay))
         _must_be_published(context, count)
         relay.stop()
         return result
+
+
+def _put_and_relay(context: Context, topic: str, messages: Sequence[Message], relay: Relay) -> None:
+    _put(context, topic, messages)
+    relay_all(relay)
 
 
 def _put(context: Context, topic: str, messages: Sequence[Message]) -> None:
@@ -171,7 +174,7 @@ def _theirs(place: Place, count: int, *, put_counts: bool) -> float:
         stack.callback(by_hand.close)
         by_hand.make_counters()
         if put_counts:
-            result = rate(count, lambda: [by_hand.put_and_publish(message) for message in messages])
+            result = rate(count, lambda: by_hand.put_and_publish(messages))
         else:
             _put(context, topic, messages)
             result = rate(count, by_hand.publish_pending)
@@ -201,20 +204,25 @@ class ByHand:
         for partition in range(PARTITIONS):
             self._run("INSERT INTO progress VALUES (?, ?, 1, 0, '', 0) ON CONFLICT DO NOTHING", "by hand", partition)
 
-    def put_and_publish(self, message: Message) -> None:
-        partition = partition_of(message.key, PARTITIONS)
-        if self._broker is None:
-            self._run(BEGIN)
-            self._insert(message, partition, self._next_position(partition))
-            self._run("COMMIT")
-        else:
-            self._run(BEGIN)
-            self._insert(message, partition, None)
-            self._run("COMMIT")
-            position = self._broker.send(partition, message.key.encode(), message.payload)
-            self._run(BEGIN)
-            self._publish(message.key, message.version, position)
-            self._run("COMMIT")
+    def put_and_publish(self, messages: Sequence[Message]) -> None:
+        publish = self._number_at_once if self._broker is None else self._put_send_mark
+        for message in messages:
+            publish(message, partition_of(message.key, PARTITIONS))
+
+    def _number_at_once(self, message: Message, partition: int) -> None:
+        self._run(BEGIN)
+        self._insert(message, partition, self._next_position(partition))
+        self._run("COMMIT")
+
+    def _put_send_mark(self, message: Message, partition: int) -> None:
+        assert self._broker is not None
+        self._run(BEGIN)
+        self._insert(message, partition, None)
+        self._run("COMMIT")
+        position = self._broker.send(partition, message.key.encode(), message.payload)
+        self._run(BEGIN)
+        self._publish(message.key, message.version, position)
+        self._run("COMMIT")
 
     def publish_pending(self) -> None:
         for partition in range(PARTITIONS):
@@ -252,9 +260,7 @@ OLDEST = (
     "SELECT key, version, id, payload FROM messages"
     " WHERE topic = ? AND partition = ? AND position IS NULL AND id > ? ORDER BY id LIMIT 1"
 )
-MARK = (
-    "UPDATE messages SET position = ?, published_at_us = ? WHERE topic = ? AND key = ? AND kind = '' AND version = ?"
-)
+MARK = "UPDATE messages SET position = ?, published_at_us = ? WHERE topic = ? AND key = ? AND kind = '' AND version = ?"
 
 
 def _bare_connection(context: Context) -> tuple[Any, str]:

@@ -537,6 +537,18 @@ def test_a_new_session_does_not_renew_the_leases_of_the_old_one(zookeeper: ZooKe
 
 
 @pytest.mark.xdist_group("zookeeper")
+def test_a_holder_that_somebody_deleted_is_lost_whoever_comes_after(zookeeper: ZooKeeperService, name: str) -> None:
+    alice, bob = zookeeper.client(), zookeeper.client()
+    names = [f"{name}-0", f"{name}-1"]
+    old = alice.acquire(names, "alice", LONG_SECONDS)
+    for each in names:
+        alice._client.delete(f"/keyfold/leases/{each}/holder")
+    only(bob.acquire(names[:1], "bob", LONG_SECONDS))
+    assert alice.renew(old, LONG_SECONDS) == []
+    assert [lease.holder for lease in alice.held(names)] == ["bob"]
+
+
+@pytest.mark.xdist_group("zookeeper")
 def test_a_member_whose_session_ended_joins_again(zookeeper: ZooKeeperService, name: str) -> None:
     alice, bob = zookeeper.client(), zookeeper.client()
     alice.join(name, "alice", LONG_SECONDS)

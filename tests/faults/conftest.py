@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 
 from tests.faults import matrix
 from tests.faults.matrix import hit as hit  # a fixture
-from tests.faults.nursery import STRACE, Nursery, migrated
+from tests.faults.nursery import STRACE, Desk, Nursery, migrated
+from tests.faults.smalldisk import DISK_BYTES
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,6 +28,25 @@ def fast_path() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="keyfold-", dir=memory if os.access(memory, os.W_OK) else None))
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of two megabytes."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "keyfold", str(tmp_path)]
+    mounted = subprocess.run(command, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+@pytest.fixture
+def desk(template: Path, fast_path: Path) -> Desk:
+    """Where runs in processes of their own find a fresh store."""
+    return Desk(template, fast_path)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.faults.effort import LONG, rotation
+
 PARTS = ("ground", "tally")
 
 # Every cell that the run must hit; test_matrix.py keeps this table and the tests alike.
@@ -31,7 +33,6 @@ FAULTS = {
 Hit = Callable[..., None]
 
 _hits: Counter[tuple[str, str]] = Counter()
-_skipped: dict[tuple[str, str], str] = {}
 
 
 @pytest.fixture
@@ -74,3 +75,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for fault in sorted({fault for fault, _ in _hits}, key=lambda fault: (*FAULTS, fault).index(fault)):
         row = "".join(f"{_hits[fault, part] or '-':>12}" for part in PARTS)
         terminalreporter.write_line(f"{fault:<{width}}{row}")
+    share = "everything" if LONG else f"a share, chosen by KEYFOLD_FAULTS_ROTATION={rotation()}"
+    terminalreporter.write_line(f"Tried was {share}.")

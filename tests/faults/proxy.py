@@ -167,7 +167,7 @@ class _Connection:
 
 
 def reset(connection: socket.socket) -> None:
-    """Close with a reset instead of a polite end."""
+    """Close without waiting for anything on the way, and wake whoever reads."""
     with suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     with suppress(OSError):

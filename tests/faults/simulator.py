@@ -12,19 +12,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import greenlet
 import msgspec
-from tests.faults import ledger
-from tests.faults.ledger import CONSUMER, Entry, Ledger, Place
-from tests.faults.scenario import LEASE_SECONDS, PARTITIONS, Worker, settings
 
 from keyfold.core import consumer, deadletters, outbox, progress, relay, replay
 from keyfold.core.access import ANYONE
 from keyfold.core.clock import SECOND_US, ManualClock
 from keyfold.core.context import Context
-from keyfold.core.errors import Conflict, DataRefused, KeyfoldError, TicketRefused, TopicUnreachable
+from keyfold.core.errors import Conflict, DataRefused, KeyfoldError, TicketRefused
 from keyfold.core.gather import Ask, Operation, Outcome, answers_once
 from keyfold.core.leases.lease import Lease
 from keyfold.core.leases.sql import SqlLeases
@@ -36,6 +33,9 @@ from keyfold.tally import service
 from keyfold.tally.model import Addition
 from keyfold.tally.part import PART
 from keyfold.tally.service import CHANGES, EVENTS
+from tests.faults import ledger
+from tests.faults.ledger import CONSUMER, Entry, Ledger, Place
+from tests.faults.scenario import LEASE_SECONDS, PARTITIONS, Worker, settings
 
 T = TypeVar("T")
 
@@ -203,7 +203,8 @@ class Simulation:
         self._reached: dict[int, int] = defaultdict(int)
         self._discarded: set[Place] = set()
         # Tickets: those a transaction under way has used, those in force, the newest accepted.
-        self._used: list[tuple[Transaction, str, int, int]] = []
+        self._used: list[_Use] = []
+        self._stands: dict[tuple[str, int], int] = {}
         self._granted: dict[str, Lease] = {}
         self._releasing: dict[greenlet.greenlet, Sequence[Lease]] = {}
         self._accepted: dict[tuple[str, int], int] = defaultdict(int)
@@ -224,6 +225,10 @@ class Simulation:
                 self._look()
                 self._run_dry()
                 self._look(at_the_end=True)
+        except Exception as error:
+            if isinstance(error, Violated):
+                raise
+            raise Violated(self.seed, [f"{type(error).__name__}: {error}"], self.trace) from error
         finally:
             self._store.close()
             for file in self._file.parent.glob(f"{self._file.name}*"):
@@ -281,6 +286,7 @@ class Simulation:
         context = self._context()
         with contextlib.suppress(Conflict):  # what is set aside would come a second time
             replay.set_back(context, consumer_named(context, "tally"), start, actor="operator")
+            self._stands[CONSUMER, shard] = start.position or 0
             self.struck["message delivered twice", "tally"] += positions[shard] - (start.position or 0)
             self.trace.append(f"{self._step} set back {shard} from {positions[shard]} to {start.position}")
 
@@ -386,7 +392,11 @@ class Simulation:
                     deadletters.discard(self._store, "tally", *place, actor="operator")
         topics = self._context().topics
         deadletters.redrive(
-            self._store, "tally", EVENTS.name, lambda tx, records: service.apply_events(tx, topics, records), ordered=True
+            self._store,
+            "tally",
+            EVENTS.name,
+            lambda tx, records: service.apply_events(tx, topics, records),
+            ordered=True,
         )
 
     def _context(self) -> Context:
@@ -454,11 +464,11 @@ class Simulation:
                     part = "tally" if job == CONSUMER else "ground"
                     self.struck["holder paused past its lease", part] += 1
                 raise
-            self._used.append((tx, job, shard, ticket))
+            self._used.append(_Use(tx, job, shard, ticket, expected, position))
 
         def watch_adopt(tx: Transaction, job: str, shard: int, ticket: int, source: str) -> int:
             position = adopt(tx, job, shard, ticket, source)
-            self._used.append((tx, job, shard, ticket))
+            self._used.append(_Use(tx, job, shard, ticket, position, position))
             return position
 
         def watch_release(leases: SqlLeases, held: Sequence[Lease]) -> None:
@@ -495,11 +505,9 @@ class Simulation:
 
     def _committed(self, name: str, tx: Transaction, result: object) -> None:
         """N3: a lease in force is not taken, tickets grow, and so do those shown at a guard row and accepted."""
-        for used, job, shard, ticket in self._used:
-            if used is tx:
-                if ticket < self._accepted[job, shard]:
-                    self._broken.append(f"N3: {job}/{shard} took ticket {ticket} after {self._accepted[job, shard]}")
-                self._accepted[job, shard] = max(ticket, self._accepted[job, shard])
+        for use in self._used:
+            if use.tx is tx:
+                self._accept(use)
         self._used.clear()
         if name == "acquire leases":
             for lease in cast("list[Lease]", result):
@@ -512,12 +520,32 @@ class Simulation:
                 if self._granted[lease.name].ticket == lease.ticket:
                     self._granted[lease.name] = msgspec.structs.replace(lease, expires_at_us=0)
 
+    def _accept(self, use: "_Use") -> None:
+        shard = (use.job, use.shard)
+        if use.ticket < self._accepted[shard]:
+            self._broken.append(f"N3: {shard} took ticket {use.ticket} after {self._accepted[shard]}")
+        if use.expected != self._stands.get(shard, 0):
+            self._broken.append(f"X2: {shard} moved from {use.expected} when it stood at {self._stands.get(shard, 0)}")
+        self._accepted[shard] = max(use.ticket, self._accepted[shard])
+        self._stands[shard] = use.position
+
     def _must_be_free(self, taken: Lease) -> None:
         before = self._granted.get(taken.name)
         if before and before.expires_at_us > self._clock.now_us():
             self._broken.append(f"N3: {taken} was taken while {before} was in force")
         if before and before.ticket >= taken.ticket:
             self._broken.append(f"N3: {taken} has no newer ticket than {before}")
+
+
+class _Use(NamedTuple):
+    """A ticket shown at a guard row, and the move it was shown for."""
+
+    tx: Transaction
+    job: str
+    shard: int
+    ticket: int
+    expected: int
+    position: int
 
 
 class _Script:
@@ -556,4 +584,3 @@ def simulate(seed: int, template: Path, directory: Path) -> Counter[tuple[str, s
     simulation = Simulation(seed, template, directory)
     simulation.run()
     return simulation.struck
-

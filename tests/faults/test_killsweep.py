@@ -1,7 +1,5 @@
 """A process killed at any system call of its writing leaves a store in which nothing is lost, doubled or torn."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.faults.effort import LONG, TENTHS, rotation
@@ -10,11 +8,6 @@ from tests.faults.matrix import Hit
 from tests.faults.nursery import Desk, Nursery
 
 pytestmark = pytest.mark.spec("CORE-02", "CORE-06", "CORE-08", "CORE-20")
-
-
-@pytest.fixture
-def desk(template: Path, fast_path: Path) -> Desk:
-    return Desk(template, fast_path)
 
 
 @pytest.mark.fault("killed at a system call", "ground", "tally")

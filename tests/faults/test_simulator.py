@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
 from tests.faults.effort import effort, seed
 from tests.faults.matrix import Hit
 from tests.faults.simulator import Simulation, simulate

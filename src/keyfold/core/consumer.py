@@ -64,10 +64,19 @@ class ConsumerWorker:
             context.settings.leases.lease_seconds,
         )
         self._positions: dict[int, tuple[int, int]] = {}  # partition -> ticket, next position
+        self._wake = context.topics.listen(f"published/{consumer.topic}")
+        # A broker does not ring: what others publish is found by looking.
+        self._idle_seconds_max = 1.0 if context.topics.embedded else 0.2
         self._consumed = metrics.CONSUMED.labels(consumer.name, consumer.topic)
 
     def loop(self) -> Loop:
-        return Loop(name=self._consumer.job, step=self.step, idle_seconds=0.1, stop=self.stop)
+        return Loop(
+            name=self._consumer.job,
+            step=self.step,
+            idle_seconds_max=self._idle_seconds_max,
+            wake=self._wake,
+            stop=self.stop,
+        )
 
     def step(self) -> bool:
         """Apply one batch of every partition held; whether there may be more. A failing partition stops no other."""

@@ -28,7 +28,7 @@ class Janitor:
         self._answers_us = context.settings.idempotency.keep_seconds * SECOND_US
 
     def loop(self) -> Loop:
-        return Loop(name="janitor", step=self.step, idle_seconds=5.0)
+        return Loop(name="janitor", step=self.step, idle_seconds=5.0, idle_seconds_max=5.0)
 
     def step(self) -> bool:
         self.measure()

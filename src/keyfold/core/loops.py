@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 import structlog
 from msgspec import Struct
 
@@ -14,14 +15,21 @@ from keyfold.core.errors import KeyfoldError
 log = structlog.get_logger(__name__)
 
 FAILURE_SECONDS_MAX = 10.0
+# After a wake-up, the time for more work to gather, so that a busy writer is not followed commit by commit.
+LINGER_SECONDS = 0.02
 
 
 class Loop(Struct, frozen=True, kw_only=True):
-    """`step` does a bounded piece of work and says whether there may be more; `stop` hands back what it holds."""
+    """`step` does a bounded piece of work and says whether there may be more; `stop` hands back what it holds.
+
+    A loop with nothing to do looks ever less often, down to once in `idle_seconds_max`; `wake` makes it look at once.
+    """
 
     name: str
     step: Callable[[], bool]
-    idle_seconds: float = 0.2
+    idle_seconds: float = 0.05
+    idle_seconds_max: float = 1.0
+    wake: threading.Event = msgspec.field(default_factory=threading.Event)
     stop: Callable[[], None] = lambda: None
 
 
@@ -42,27 +50,38 @@ class Runner:
     def stop(self, seconds_max: float) -> bool:
         """Whether every loop ended in time."""
         self._stopping.set()
+        for loop in self._loops:
+            loop.wake.set()
         deadline = time.monotonic() + seconds_max
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self, loop: Loop) -> None:
-        failures = 0
+        failures, idle = 0, 0
         while not self._stopping.is_set():
             try:
                 more = loop.step()
-                failures = 0
+                failures, idle = 0, 0 if more else idle + 1
             except Exception as error:
-                failures += 1
+                more, failures = False, failures + 1
                 metrics.LOOP_FAILURES.labels(loop.name).inc()
                 expected = isinstance(error, KeyfoldError)
                 log.warning("step failed", loop=loop.name, error=str(error), exc_info=None if expected else error)
-                more = False
-            if not more:
-                longest = loop.idle_seconds if not failures else min(FAILURE_SECONDS_MAX, 0.1 * 2**failures)
-                self._stopping.wait(random.uniform(longest / 2, longest))  # noqa: S311
+            if more or self._stopping.is_set():
+                continue
+            if failures:
+                self._stopping.wait(_jittered(min(FAILURE_SECONDS_MAX, 0.1 * 2 ** min(failures, 10))))
+            elif loop.wake.wait(_jittered(min(loop.idle_seconds_max, loop.idle_seconds * 2 ** min(idle - 1, 10)))):
+                loop.wake.clear()
+                idle = 0
+                self._stopping.wait(LINGER_SECONDS)
         try:
             loop.stop()
         except Exception as error:
             log.warning("handing back failed", loop=loop.name, error=str(error))
+
+
+def _jittered(longest: float) -> float:
+    """Never in step with the others."""
+    return random.uniform(longest / 2, longest)  # noqa: S311

@@ -36,6 +36,7 @@ def put(tx: Transaction, topics: Topics, topic: str, messages: Sequence[Message]
         "queued_at_us": [tx.now_us] * len(ordered),
     }
     insert(tx, MESSAGES, columns)
+    tx.after_commit.append(lambda: topics.ring(f"pending/{topic}"))
 
 
 def _must_fit(message: Message, topics: Topics) -> None:

@@ -47,9 +47,11 @@ class Relay:
             context.settings.leases.lease_seconds,
         )
         self._places: dict[int, _Place] = {}
+        self._wake = context.topics.listen(f"pending/{topic}")
+        self._ring = context.topics.ring
 
     def loop(self) -> Loop:
-        return Loop(name=self._job, step=self.step, idle_seconds=0.05, stop=self.stop)
+        return Loop(name=self._job, step=self.step, wake=self._wake, stop=self.stop)
 
     def step(self) -> bool:
         """Publish one batch of every partition held; whether there may be more."""
@@ -139,6 +141,7 @@ class Relay:
         place.done += count
         place.hint.published(last_id, looked_at)
         metrics.RELAYED.labels(self._topic).inc(count)
+        self._ring(f"published/{self._topic}")
 
     def _counts_pending(self, tx: Transaction, partitions: list[int]) -> dict[int, int]:
         """How many messages wait in each partition, up to a batch; those without any are left out."""

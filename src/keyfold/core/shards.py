@@ -24,9 +24,9 @@ from keyfold.core.leases.lease import Lease, Leases
 
 log = structlog.get_logger(__name__)
 
-# Three chances to renew within a lease; when the service does not answer, more.
+# Three chances to renew within a lease; more while shards change hands or the service does not answer.
 TICKS_PER_LEASE = 3
-RETRIES_PER_LEASE = 10
+HURRIED_TICKS_PER_LEASE = 10
 
 
 class _Kept(Struct, frozen=True):
@@ -69,16 +69,17 @@ class Shards:
     def tick(self, *, force: bool = False) -> dict[int, Lease]:
         """Say that we live, renew, and move towards an even share; cheap to call before every piece of work.
 
-        Does so three times a lease and otherwise only answers `held`, as it does while another thread is at it. A
-        lease service that does not answer is no error here: what is held stays held until it expires.
+        Does so three times a lease (ten times while shards change hands) and otherwise only answers `held`, as it does
+        while another thread is at it. A lease service that does not answer is no error here: what is held stays held
+        until it expires.
         """
         if not self._turn.acquire(blocking=False):
             return self.held
         try:
             now = self._monotonic()
             if force or now >= self._next_at:
-                self._next_at = now + self._lease_seconds / TICKS_PER_LEASE
-                self._share_if_reachable()
+                settled = self._share_if_reachable()
+                self._next_at = now + self._lease_seconds / (TICKS_PER_LEASE if settled else HURRIED_TICKS_PER_LEASE)
             return self.held
         finally:
             metrics.SHARDS_HELD.labels(self.job).set(len(self.held))
@@ -96,20 +97,21 @@ class Shards:
             finally:
                 self._leases.leave(self.job, self.worker)
 
-    def _share_if_reachable(self) -> None:
+    def _share_if_reachable(self) -> bool:
         try:
-            self._share()
+            settled = self._share()
         except Unavailable as error:
-            self._next_at = self._monotonic() + self._lease_seconds / RETRIES_PER_LEASE
             if self._reachable:
                 log.warning("leases cannot be renewed", job=self.job, worker=self.worker, error=str(error))
             self._reachable = False
-        else:
-            if not self._reachable:
-                log.info("leases are renewed again", job=self.job, worker=self.worker)
-            self._reachable = True
+            return False
+        if not self._reachable:
+            log.info("leases are renewed again", job=self.job, worker=self.worker)
+        self._reachable = True
+        return settled
 
-    def _share(self) -> None:
+    def _share(self) -> bool:
+        """Whether there was nothing to change: we held our share, and living workers held all the rest."""
         # First of all, because everything else can wait.
         self._renew()
         self._leases.join(self.job, self.worker, self._lease_seconds)
@@ -123,6 +125,7 @@ class Shards:
         elif surplus < 0:
             free = [shard for shard in range(self.count) if shard not in holders]
             self._acquire(slice_of(free, self.worker, members, shares, holding))
+        return surplus == 0 and all(holders.get(shard) in members for shard in range(self.count))
 
     def _renew(self) -> None:
         """Those that expired here are asked for too: under an unchanged ticket nobody had them in between."""

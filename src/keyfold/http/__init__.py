@@ -1,1 +1,1 @@
-"""The HTTP door: Falcon on Granian, one generic responder, the parts' routes as data."""
+"""The HTTP door: one responder for every route of the parts, found by Falcon's router, served by Granian."""

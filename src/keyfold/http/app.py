@@ -127,10 +127,15 @@ class Door:
             self._meters[method, template, status] = meters
         meters[0].inc()
         meters[1].observe(seconds)
-        if status >= 500 or seconds > SLOW_SECONDS:
-            log.info("request", method=method, route=template, status=status, milliseconds=round(seconds * 1000, 1))
-        else:
-            log.debug("request", method=method, route=template, status=status, milliseconds=round(seconds * 1000, 1))
+        write = log.info if status >= 500 or seconds > SLOW_SECONDS else log.debug
+        write(
+            "request",
+            method=method,
+            route=template,
+            status=status,
+            milliseconds=round(seconds * 1000, 1),
+            client=call.client,
+        )
 
 
 class WrongMethod(MethodNotAllowed):

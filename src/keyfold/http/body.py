@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-from typing import cast
 
 import msgspec
 from msgspec import Struct
@@ -72,7 +71,7 @@ async def _read(call: Call, expected: int | None, bytes_max: int) -> bytes:
         if event["type"] != "http.request":
             call.body_read = True
             raise BadInput("the body broke off, or its chunks are malformed")
-        chunk = cast(bytes, event.get("body", b""))
+        chunk = event.get("body", b"")
         size += len(chunk)
         if size > bytes_max:
             raise TooLarge(f"the body has more than the {bytes_max} bytes that are allowed")
@@ -130,7 +129,7 @@ async def drain(call: Call) -> None:
                 event = await call.receive()
                 if event["type"] != "http.request" or not event.get("more_body", False):
                     return
-                size += len(cast(bytes, event.get("body", b"")))
+                size += len(event.get("body", b""))
     except TimeoutError:
         return
 

@@ -41,6 +41,7 @@ class Guards(Struct, frozen=True):
     async def admit(self, call: Call) -> Client:
         """A caller that is known and does not call too often."""
         client = self.access.known(call) or await self.access.checked(call)
+        call.client = client.name
         self.rates.must_take(client.client_id, "requests")
         return client
 

@@ -3,18 +3,39 @@
 import itertools
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol, TypedDict
 
 from msgspec import Struct
 
 from keyfold.core.errors import AddressTooLong, BadInput, KeyfoldError
 
-Scope = MutableMapping[str, object]
-Message = MutableMapping[str, object]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
+
+
+class Scope(TypedDict):
+    """What ASGI says of a request, as far as we read it."""
+
+    type: str
+    method: str
+    raw_path: bytes
+    query_string: bytes
+    headers: Headers
+    client: tuple[str, str | int] | None
+
+
+class Event(TypedDict, total=False):
+    """What ASGI sends along: pieces of a body, a disconnect, and our answer."""
+
+    type: str
+    body: bytes
+    more_body: bool
+    status: int
+    headers: Headers
+
+
+Receive = Callable[[], Awaitable[Event]]
+Send = Callable[[Event], Awaitable[None]]
 
 ADDRESS_BYTES_MAX = 8_192
 JSON = b"application/json"
@@ -47,12 +68,12 @@ class Call:
     )
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
-        pairs: Headers = scope["headers"]  # type: ignore[assignment]
-        self.headers: Mapping[bytes, bytes] = dict(pairs)
+        self.headers: Mapping[bytes, bytes] = dict(scope["headers"])
         self.request_id = request_id(self.headers.get(b"x-request-id"))
-        self.method: str = scope["method"]  # type: ignore[assignment]
+        self.method = scope["method"]
         self.receive = receive
-        self.remote = _remote(scope.get("client"))
+        self.remote = scope["client"][0] if scope["client"] else ""
+        self.client = ""
         self.path = ""
         self.query = b""
         self.reading = False
@@ -61,8 +82,8 @@ class Call:
 
     def take_address(self, scope: Scope) -> None:
         """Read the path as it was sent: servers decode it leniently, which would turn one key into another."""
-        raw: bytes = scope["raw_path"]  # type: ignore[assignment]
-        self.query = scope["query_string"]  # type: ignore[assignment]
+        raw = scope["raw_path"]
+        self.query = scope["query_string"]
         if len(raw) + len(self.query) > ADDRESS_BYTES_MAX:
             raise AddressTooLong(f"the address has {len(raw) + len(self.query)} bytes, {ADDRESS_BYTES_MAX} are allowed")
         try:
@@ -71,10 +92,9 @@ class Call:
             raise BadInput("the path is not UTF-8", place="path") from None
 
     def must_not_repeat(self, scope: Scope) -> None:
-        pairs: Headers = scope["headers"]  # type: ignore[assignment]
-        if len(pairs) == len(self.headers):
+        if len(scope["headers"]) == len(self.headers):
             return
-        names = [name for name, _ in pairs]
+        names = [name for name, _ in scope["headers"]]
         for name in SINGLE:
             if names.count(name) > 1:
                 raise BadInput("the header was sent more than once", place=f"header {name.decode()}")
@@ -99,7 +119,3 @@ def request_id(given: bytes | None) -> str:
     if given is not None and _SANE_ID.fullmatch(given):
         return given.decode()
     return f"{_HERE}-{next(_numbers):x}"
-
-
-def _remote(client: object) -> str:
-    return str(client[0]) if isinstance(client, tuple | list) and client else ""

@@ -222,6 +222,21 @@ def test_ticks_within_a_third_of_a_lease_ask_nobody(crew: Crew) -> None:
     assert len(crew.lines["a"].calls) > calls
 
 
+def test_while_shards_change_hands_it_looks_again_sooner_and_then_no_more(crew: Crew) -> None:
+    worker = crew.worker("a")
+    crew.lines["a"].leases.acquire([lease_name("job", 0)], "dead", LEASE_SECONDS)
+    while len(worker.tick()) < 12:
+        crew.clock.advance(LEASE_SECONDS / 10)
+    calls = len(crew.lines["a"].calls)
+    crew.clock.advance(LEASE_SECONDS / 10)
+    worker.tick()
+    settled = len(crew.lines["a"].calls)
+    assert settled > calls
+    crew.clock.advance(LEASE_SECONDS / 10)
+    worker.tick()
+    assert len(crew.lines["a"].calls) == settled
+
+
 def test_a_lease_counts_from_before_it_was_asked_for(crew: Crew) -> None:
     """A slow answer does not lengthen a lease here: the service has counted since it granted it, or longer."""
     worker = crew.worker("a")

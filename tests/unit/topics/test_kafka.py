@@ -113,6 +113,15 @@ def test_a_message_goes_to_the_partition_it_was_given(sink: KafkaSink, source: K
     assert source.bounds(1) == Bounds(0, 3)
 
 
+def test_only_what_has_no_gap_before_it_counts_as_acknowledged() -> None:
+    run = kafka._Run(5)
+    for index, position in ((1, 11), (0, 10), (3, 13), (2, -1)):
+        run.report(index, None, confluent_kafka.Message(offset=position))
+    assert run.prefix() == [10, 11]
+    assert run.has_all_before(2)
+    assert not run.has_all_before(3)
+
+
 def test_publishing_nothing_needs_no_broker() -> None:
     with closing(sink_of(nowhere(), "topic")) as sink:
         assert sink.publish(0, []) == []
@@ -308,6 +317,8 @@ def test_a_topic_is_made_once(server: KafkaServer) -> None:
     assert not create_topic(server.bootstrap, name, 3, {}, 1)
     with pytest.raises(SettingsWrong, match="has 3 partitions in Kafka and 4 here"):
         create_topic(server.bootstrap, name, 4, {}, 1)
+    with pytest.raises(SettingsWrong, match="replication factor"):
+        create_topic(server.bootstrap, f"another-{name}", 3, {}, 7)
     with closing(KafkaSink(server.bootstrap, name, 3, {}, timeout_seconds=ANSWER_SECONDS)) as sink:
         assert sink.publish(2, pending_of(1)) == [0]
 
@@ -424,7 +435,7 @@ def test_a_broker_killed_while_publishing_loses_and_reorders_nothing(server: Kaf
 
     with ThreadPoolExecutor(1) as pool:
         relayed = pool.submit(relay)
-        for _ in range(4):
+        for _ in range(3):
             before_kill = len(acknowledged) + chance.randrange(1, 3_000)
             wait_until(lambda count=before_kill: len(acknowledged) >= count or relayed.done())
             server.kill()

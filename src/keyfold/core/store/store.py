@@ -53,6 +53,7 @@ class Transaction:
         self.engine = engine
         self._clock = clock
         self._now_us: int | None = None
+        self.after_commit: list[Callable[[], object]] = []  # wake-ups; they must not fail
 
     @property
     def is_sqlite(self) -> bool:
@@ -179,7 +180,9 @@ class Store:
                         ) from error
                     self._roll_back_quietly(connection)
                     raise
-                return result
+            for wake in transaction.after_commit:
+                wake()
+            return result
         except sa.exc.DBAPIError as error:
             raise self._meaning(error) from error
         except sa.exc.TimeoutError as error:

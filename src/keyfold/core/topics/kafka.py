@@ -34,6 +34,7 @@ REQUEST_SECONDS = 5.0  # longest wait for one answer of the brokers
 CREATE_SECONDS = 30.0
 OPEN_SECONDS_MIN = 2.0
 FLUSH_SECONDS = 0.15
+LEADER_SECONDS = 0.05
 IDENTITY_SECONDS = 1.0  # an idle reader asks at most this often whether the topic is still the same
 ACQUAINTED_SECONDS = 60.0  # far below producer.id.expiration.ms, after which a broker forgets a producer
 SLICE_COUNT_MAX = 10_000
@@ -102,6 +103,24 @@ MISSING = frozenset(
     }
 )
 PURGED = frozenset({kafka.KafkaError._PURGE_QUEUE, kafka.KafkaError._PURGE_INFLIGHT})
+LEADER_CHANGES = frozenset(
+    {
+        kafka.KafkaError._NOENT,
+        kafka.KafkaError.NOT_LEADER_FOR_PARTITION,
+        kafka.KafkaError.LEADER_NOT_AVAILABLE,
+        kafka.KafkaError.FENCED_LEADER_EPOCH,
+        kafka.KafkaError.UNKNOWN_LEADER_EPOCH,
+        kafka.KafkaError.OFFSET_NOT_AVAILABLE,
+    }
+)
+REFUSED = frozenset(
+    {
+        kafka.KafkaError.TOPIC_EXCEPTION,
+        kafka.KafkaError.INVALID_REPLICATION_FACTOR,
+        kafka.KafkaError.INVALID_PARTITIONS,
+        kafka.KafkaError.POLICY_VIOLATION,
+    }
+)
 FORBIDDEN = frozenset(
     {
         kafka.KafkaError.TOPIC_AUTHORIZATION_FAILED,
@@ -198,20 +217,26 @@ class KafkaSource:
 
     def _read(self, stream: "_Stream", count_max: int, wait_seconds: float) -> None:
         """Wait for the first record, then take what has arrived: asking for many at once would wait for all of them."""
-        consumer = self._opened()
         deadline = time.monotonic() + wait_seconds
         while True:
-            arrived = consumer.consume(1, max(0.0, deadline - time.monotonic()))
+            arrived = self._consume(1, max(0.0, deadline - time.monotonic()))
             if arrived and count_max > 1:
-                arrived += consumer.consume(min(count_max, SLICE_COUNT_MAX) - 1, 0)
+                arrived += self._consume(min(count_max, SLICE_COUNT_MAX) - 1, 0)
             for message in arrived:
-                self._keep(message)
+                self._keep(message, stream)
             if stream.failure is not None and not stream.ahead:
                 self._fail(stream, stream.failure)
             if stream.ahead or stream.end > stream.position or time.monotonic() >= deadline:
                 return
 
-    def _keep(self, message: kafka.Message) -> None:
+    def _consume(self, count_max: int, wait_seconds: float) -> list[kafka.Message]:
+        try:
+            return self._opened().consume(count_max, wait_seconds)
+        except kafka.KafkaException as error:
+            self._forget()
+            raise self._cluster.error(_kafka_error(error)) from None
+
+    def _keep(self, message: kafka.Message, wanted: "_Stream") -> None:
         partition, error = message.partition(), message.error()
         stream = self._streams.get(-1 if partition is None else partition)
         if stream is None or not stream.assigned:
@@ -219,7 +244,7 @@ class KafkaSource:
                 self._cluster.heard(error)
         elif error is None:
             stream.put(message)
-            if stream.ahead_bytes > READ_AHEAD_BYTES_MAX:
+            if stream is not wanted and stream.ahead_bytes > READ_AHEAD_BYTES_MAX:
                 self._unassign(stream)
         elif error.code() == kafka.KafkaError._PARTITION_EOF:
             stream.end = message.offset() or 0
@@ -293,7 +318,7 @@ class KafkaSink:
                     break
         finally:
             if not run.has_all_before(len(pending)):
-                self._discard(run)
+                self._discard()
         positions = run.prefix()
         if positions:
             return positions
@@ -302,7 +327,7 @@ class KafkaSink:
         raise self._cluster.unreachable(f"nothing was acknowledged within {self._timeout_seconds:g} s")
 
     def close(self) -> None:
-        self._discard(_Run(0))
+        self._discard()
 
     def _open(self) -> float:
         """Until when the run may take. The rest of the time-out is for throwing the producer away."""
@@ -348,17 +373,17 @@ class KafkaSink:
         except (kafka.KafkaException, BufferError) as error:
             run.failure = run.failure or _kafka_error(error)
 
-    def _settle(self, deadline: float, run: "_Run") -> None:
-        """Wait until every message sent is acknowledged, or one has failed, or the time is up."""
+    def _settle(self, deadline: float, run: "_Run | None" = None) -> None:
+        """Wait until every message is reported on, or one of the run has failed, or the time is up."""
         assert self._producer is not None
-        while len(self._producer) and run.failure is None and (seconds := deadline - time.monotonic()) > 0:
+        while len(self._producer) and not (run and run.failure) and (seconds := deadline - time.monotonic()) > 0:
             try:
                 # In short waits: a longer one goes on after a fatal error, calling reports with the error raised.
                 self._producer.flush(min(FLUSH_SECONDS, seconds))
             except kafka.KafkaException as fatal:
                 self._cluster.heard(_kafka_error(fatal))
 
-    def _discard(self, run: "_Run") -> None:
+    def _discard(self) -> None:
         """Throw the producer away with all it holds, so that nothing more of it leaves this process."""
         self._acquainted_at.clear()
         self._cluster.close()
@@ -367,7 +392,7 @@ class KafkaSink:
         try:
             # It only begins here, whatever its argument `blocking` says; the wait is for the reports of what it threw.
             self._producer.purge()
-            self._settle(time.monotonic() + max(FLUSH_SECONDS, self._timeout_seconds * 0.1), run)
+            self._settle(time.monotonic() + max(FLUSH_SECONDS, self._timeout_seconds * 0.1))
             if not len(self._producer):
                 # With messages left it would wait for them without end; then the last reference ends the producer.
                 self._producer.close()
@@ -480,16 +505,16 @@ class _Cluster:
                 hint=f"The partition of a key depends on their number: make the topic anew with {self._partitions}",
             )
         cluster = self._admin().cluster_id(max(0.1, deadline - time.monotonic()))
+        if not cluster:
+            raise self.unreachable("the cluster does not tell its id")
         return f"{cluster}/{topic.topic_id}"
 
     def bounds(self, partition: int) -> Bounds:
         # Not asked by the consumer: on its connection a question waits behind the long poll for new records.
-        first = self._ask(partition, EARLIEST)
-        after_last = self._ask(partition, LATEST)
-        return Bounds(self._offset(partition, first), self._offset(partition, after_last))
+        return Bounds(self._offset(partition, EARLIEST), self._offset(partition, LATEST))
 
     def position_at(self, partition: int, time_ms: int) -> int:
-        found = self._offset(partition, self._ask(partition, OffsetSpec.for_timestamp(time_ms)))
+        found = self._offset(partition, OffsetSpec.for_timestamp(time_ms))
         return found if found >= 0 else self.bounds(partition).next
 
     def create(self, replication: int, keep_seconds: int | None) -> bool:
@@ -524,11 +549,14 @@ class _Cluster:
                 place=self._bootstrap,
                 hint="Grant the user of topics.kafka_options the right to describe, read and write it",
             )
+        if error.code() in REFUSED:
+            return SettingsWrong(f"topic {self._name}: {error.str()}", place=self._bootstrap)
         if error.code() == kafka.KafkaError.MSG_SIZE_TOO_LARGE:
             return SettingsWrong(
                 f"topic {self._name} refuses a batch of messages as too large",
                 place=self._bootstrap,
-                hint="Raise max.message.bytes of the topic, or lower batch.size in topics.kafka_options",
+                hint="Raise max.message.bytes of the topic and message.max.bytes in topics.kafka_options,"
+                " or lower batch.size there",
             )
         return self.unreachable(error.str())
 
@@ -553,19 +581,21 @@ class _Cluster:
         chosen = {**CLIENT_DEFAULTS, **defaults, **self._options}
         return {name: value for name, value in chosen.items() if name not in last} | last
 
-    def _ask(self, partition: int, spec: OffsetSpec) -> "Future[ListOffsetsResultInfo]":
+    def _offset(self, partition: int, spec: OffsetSpec) -> int:
+        """Asked again while the leader of the partition changes, as it also does when a topic has just been made."""
+        deadline = time.monotonic() + REQUEST_SECONDS
         place = kafka.TopicPartition(self._name, partition)
-        asked = self._admin().list_offsets(
-            {place: spec}, isolation_level=kafka.IsolationLevel.READ_COMMITTED, request_timeout=REQUEST_SECONDS
-        )
-        return asked[place]
-
-    def _offset(self, partition: int, asked: "Future[ListOffsetsResultInfo]") -> int:
-        try:
-            return self._answer(asked, REQUEST_SECONDS).offset
-        except _NoLeader:
-            self.identity(REQUEST_SECONDS)  # says so where the topic is gone
-            raise self.unreachable(f"partition {partition} has no leader") from None
+        while True:
+            asked: dict[kafka.TopicPartition, Future[ListOffsetsResultInfo]] = self._admin().list_offsets(
+                {place: spec}, isolation_level=kafka.IsolationLevel.READ_COMMITTED, request_timeout=REQUEST_SECONDS
+            )
+            try:
+                return self._answer(asked[place], REQUEST_SECONDS).offset
+            except _LeaderChanges as changes:
+                self.identity(REQUEST_SECONDS)  # says so where the topic is gone
+                if time.monotonic() > deadline:
+                    raise self.unreachable(f"partition {partition}: {changes}") from None
+                time.sleep(LEADER_SECONDS)
 
     def _answer(self, asked: "Future[T]", timeout_seconds: float) -> T:
         try:
@@ -578,13 +608,13 @@ class _Cluster:
             error = kafka.KafkaError(kafka.KafkaError._TIMED_OUT, "the broker does not answer")
         self._admin().poll(0)  # brings what the client complained of
         self.close()  # the next question takes a new connection: this one may be dead without anyone having said so
-        if error.code() == kafka.KafkaError._NOENT:
-            raise _NoLeader
+        if error.code() in LEADER_CHANGES:
+            raise _LeaderChanges(error.str())
         raise self.error(error)
 
 
-class _NoLeader(Exception):
-    """The client found nobody to ask about a partition."""
+class _LeaderChanges(Exception):
+    """Nobody answers for a partition at the moment, or not the one who was asked."""
 
 
 @contextmanager

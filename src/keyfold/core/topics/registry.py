@@ -1,5 +1,6 @@
 """The topics of the product by name: how many partitions each has, where it is read, where it is published."""
 
+import threading
 from collections.abc import Iterable, Sequence
 
 import sqlalchemy as sa
@@ -23,6 +24,7 @@ class Topics:
         self._partitions = partitions
         self.limits = settings.limits
         self._opened: list[Source | Sink] = []
+        self._listening: dict[str, list[threading.Event]] = {}
 
     @classmethod
     def open(cls, store: Store, settings: Settings, specs: Sequence[TopicSpec]) -> "Topics":
@@ -47,6 +49,16 @@ class Topics:
         if name not in self._partitions:
             raise NotFound(f"there is no topic {name!r}", hint="`keyfold topics list` shows them")
         return self._partitions[name]
+
+    def listen(self, what: str) -> threading.Event:
+        """An event that is set when this process puts to (`pending/TOPIC`) or publishes (`published/TOPIC`) a topic."""
+        event = threading.Event()
+        self._listening.setdefault(what, []).append(event)
+        return event
+
+    def ring(self, what: str) -> None:
+        for event in self._listening.get(what, ()):
+            event.set()
 
     def source(self, name: str) -> Source:
         """A reader of the topic, for one thread."""

@@ -1,0 +1,27 @@
+"""A full disk refuses writes whole, goes on answering reads, and takes writes again when there is room."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.matrix import Hit
+from tests.faults.smalldisk import broken_when_full
+
+pytestmark = pytest.mark.spec("CORE-02")
+
+
+@pytest.mark.parametrize(
+    ("write", "part"),
+    [
+        pytest.param("put", "ground", marks=pytest.mark.fault("disk full", "ground")),
+        pytest.param("relay", "ground", marks=pytest.mark.fault("disk full", "ground")),
+        pytest.param("consume", "tally", marks=pytest.mark.fault("disk full", "tally")),
+        pytest.param("announce", "tally", marks=pytest.mark.fault("disk full", "tally")),
+    ],
+)
+def test_a_full_disk_refuses_whole_transactions_and_reads_go_on_until_there_is_room(
+    small_disk: Path, template: Path, write: str, part: str, hit: Hit
+) -> None:
+    """The disk fills under each kind of write in turn; then room is made and the work goes on to its end."""
+    assert not broken_when_full(small_disk, template, write)
+    hit(part)

@@ -1,0 +1,142 @@
+"""Every planted bug is caught: a harness that lets one pass would prove nothing about the code without it."""
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from keyfold.core.context import Context
+from tests.faults import crashstates, killsweep, lostcommit, plants, smalldisk, writers
+from tests.faults.effort import LONG, rotation, seed
+from tests.faults.lostcommit import through
+from tests.faults.matrix import Hit
+from tests.faults.nursery import Desk, Nursery
+from tests.faults.pgproxy import Cut
+from tests.faults.plants import PLANTS, Plant
+from tests.faults.simulator import Violated, simulate
+from tests.servers.postgres import PostgresServer
+
+pytestmark = pytest.mark.spec("CORE-02", "CORE-04", "CORE-06", "CORE-08", "CORE-10", "CORE-22")
+
+SEEDS_MAX = 100
+STATES_MAX = 300
+POINTS_MAX = 300
+# In `make test` every second plant of each harness, today's half or the other; all of them in `make faults`.
+HALVES = 2
+
+
+def rotating(harness: str) -> pytest.MarkDecorator:
+    """The plants of this harness whose turn it is."""
+    every = [plant for plant in PLANTS if plant.harness == harness]
+    chosen = every if LONG else every[rotation() % min(HALVES, len(every)) :: HALVES]
+    return pytest.mark.parametrize("plant", chosen, ids=lambda plant: plant.name)
+
+
+def is_used(uses: int) -> None:
+    assert uses, "this plant no longer fits the code: nothing of it was ever run"
+
+
+@pytest.mark.fault("planted bug", "ground")
+@rotating("simulator")
+def test_the_simulator_catches_this_bug(plant: Plant, template: Path, fast_path: Path, hit: Hit) -> None:
+    with plant.planted() as plot:
+        caught = _first_violation(range(first := seed(), first + SEEDS_MAX), template, fast_path)
+    is_used(plot.uses)
+    assert caught, f"{SEEDS_MAX} seeds from {first} obeyed every law"
+    print(caught)
+    hit("ground")
+
+
+def _first_violation(seeds: range, template: Path, fast_path: Path) -> str:
+    for number in seeds:
+        try:
+            simulate(number, template, fast_path)
+        except Violated as violated:
+            return f"seed {number}: {violated.broken[0]}"
+    return ""
+
+
+@pytest.mark.fault("planted bug", "tally")
+@rotating("kill sweep")
+def test_the_kill_sweep_catches_this_bug(plant: Plant, nursery: Nursery, desk: Desk, hit: Hit) -> None:
+    every = killsweep.points(nursery, desk, plant=plant.name)
+    chosen = random.Random(seed()).sample(every, POINTS_MAX)
+    struck = killsweep.sweep(nursery, desk, chosen, plant=plant.name)
+    caught = next((each for each in struck if each.broken), None)
+    assert caught, f"{POINTS_MAX} kills obeyed every law"
+    print(caught)
+    hit("tally")
+
+
+@pytest.mark.fault("planted bug", "ground")
+@rotating("crash states")
+def test_the_crash_states_catch_this_bug(plant: Plant, nursery: Nursery, desk: Desk, hit: Hit) -> None:
+    """With synchronous=NORMAL every second disk lacks something that was acknowledged."""
+    operations = crashstates.record(nursery, desk, plant=plant.name)
+    states = crashstates.explore(desk, operations, STATES_MAX, seed())
+    broken = [state.broken for state in states if state.broken]
+    assert broken, f"{STATES_MAX} disks obeyed every law"
+    print(f"{len(broken)} of {STATES_MAX} disks, the first: {broken[0]}")
+    hit("ground", len(broken))
+
+
+@pytest.mark.fault("planted bug", "ground")
+@rotating("disk full")
+def test_the_full_disk_catches_this_bug(plant: Plant, small_disk: Path, template: Path, hit: Hit) -> None:
+    with plant.planted() as plot:
+        try:
+            broken = smalldisk.broken_when_full(small_disk, template, "put")
+        except Exception as error:
+            broken = [repr(error)]
+    is_used(plot.uses)
+    assert broken
+    hit("ground")
+
+
+WRITERS: dict[str, Callable[[Context], object]] = {
+    "cursor polling: what commits later with a lower id is passed over": writers.late_commit,
+    # Of writers in a circle PostgreSQL ends one after a second.
+    "unsorted batch": lambda context: writers.crossing(context, transactions=3)[1],
+    "an increment that reads and then writes": lambda context: writers.hot_key(context)[0],
+    "compare-and-set that does not compare": lambda context: writers.replacing(context, times=30),
+}
+
+
+@pytest.mark.fault("planted bug", "tally")
+@rotating("writers")
+def test_writers_at_once_catch_this_bug(plant: Plant, postgres_url: str, hit: Hit) -> None:
+    with writers.opened(postgres_url) as context, plant.planted() as plot:
+        try:
+            caught = WRITERS[plant.name](context)
+        except Exception as error:
+            caught = repr(error)  # two changes of one version, which the outbox refuses
+    is_used(plot.uses)
+    assert caught
+    print(caught)
+    hit("tally")
+
+
+@pytest.mark.fault("planted bug", "tally")
+@rotating("lost answers")
+def test_lost_answers_catch_this_bug(
+    plant: Plant, postgres_server: PostgresServer, postgres_url: str, hit: Hit
+) -> None:
+    cuts = itertools.cycle([Cut.AFTER, Cut.NONE, Cut.NONE])
+    keyed = plant.name.startswith("the answer")
+    limits = lostcommit.ONE_TRY if keyed else None
+    with through(postgres_server, postgres_url, lambda: next(cuts), limits=limits) as product, plant.planted() as plot:
+        broken = lostcommit.asking(product, 10)[0] if keyed else lostcommit.adding(product, 10)
+    is_used(plot.uses)
+    assert broken
+    print(broken)
+    hit("tally")
+
+
+def test_every_plant_has_a_harness_and_at_least_ten_are_tried_each_time() -> None:
+    harnesses = {"simulator", "kill sweep", "crash states", "disk full", "writers", "lost answers"}
+    assert {plant.harness for plant in plants.PLANTS} == harnesses
+    assert set(WRITERS) == {plant.name for plant in PLANTS if plant.harness == "writers"}
+    counts = [sum(plant.harness == harness for plant in PLANTS) for harness in harnesses]
+    assert sum(max(1, count // HALVES) for count in counts) >= 10
