@@ -83,7 +83,10 @@ class Terminal:
             yield process
         finally:
             process.kill()
-            process.communicate()
+            process.wait()
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
 
     def python(self, code: str, **variables: str) -> Run:
         """A small program of ours, for what no command line can bring about."""
@@ -529,6 +532,11 @@ def put_event(context: Context, key: str, version: int, payload: bytes) -> None:
     context.store.transact(lambda tx: outbox.put(tx, context.topics, "tally-events", [message]))
 
 
+def held_leases(store: Store) -> int:
+    count = sa.select(sa.func.count()).where(LEASES.c.expires_at_us > 0)
+    return int(store.read(lambda tx: tx.execute(count).scalar_one()))
+
+
 def worked(keyfold: Terminal, url: str, *, until: Callable[[], bool]) -> None:
     """Let a worker work until something has come about."""
     with keyfold.running("work", "--store", url, "--json") as process:
@@ -553,7 +561,7 @@ def test_tail_prints_messages_from_a_place_on(keyfold: Terminal, published: str)
         return [json.loads(line)["version"] for line in done.stdout.splitlines() if '"apples"' in line]
 
     assert versions() == [1, 2, 3, 4, 5, 6]
-    assert versions("--last", "3") == [6]
+    assert versions("--last", "2") == [5, 6]
     assert versions("--from-position", "4") == [5, 6]
     assert versions("--from-time", "-1h") == [1, 2, 3, 4, 5, 6]
     assert versions("--from-time", "2030-01-01T00:00:00Z") == []
@@ -705,18 +713,25 @@ def test_serve_imports_no_migrations_no_bulk_engine_and_no_second_validator(
     keyfold: Terminal, environment: dict[str, str]
 ) -> None:
     """Alembic and Ibis cost half a second each, Pydantic a quarter: none is on the way to serving."""
-    with subprocess.Popen(
-        [sys.executable, "-X", "importtime", "-m", "keyfold.cli.main", "serve", "--demo", "--port", "0"],
-        cwd=keyfold.directory,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    imports = keyfold.directory / "imports"
+    with imports.open("w") as stderr:  # a pipe that nobody reads would fill up and stop the server
+        process = subprocess.Popen(
+            [sys.executable, "-X", "importtime", "-m", "keyfold.cli.main", "serve", "--demo", "--port", "0"],
+            cwd=keyfold.directory,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    try:
         assert process.stdout is not None
         assert "listens on http://127.0.0.1:" in process.stdout.readline()
         process.terminate()
-        _, imported = process.communicate(timeout=30)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.communicate()
+    imported = imports.read_text()
     assert "sqlalchemy" in imported
     assert not re.search(r"\b(alembic|ibis|pydantic)\b", imported)
 
@@ -725,14 +740,24 @@ def test_serve_imports_no_migrations_no_bulk_engine_and_no_second_validator(
 def test_a_worker_that_is_told_to_stop_hands_its_leases_back(keyfold: Terminal, ready: str) -> None:
     """The next worker need not wait for them to expire."""
     store = Store.open(ready)
-
-    def held() -> int:
-        count = sa.select(sa.func.count()).where(LEASES.c.expires_at_us > 0)
-        return int(store.read(lambda tx: tx.execute(count).scalar_one()))
-
-    worked(keyfold, ready, until=lambda: held() >= 12)  # two relays and a consumer, four partitions each
-    assert held() == 0
+    worked(keyfold, ready, until=lambda: held_leases(store) >= 12)  # two relays and a consumer, four partitions each
+    assert held_leases(store) == 0
     assert store.read(lambda tx: tx.execute(sa.select(sa.func.count()).select_from(MEMBERS)).scalar_one()) == 0
+    store.close()
+
+
+@pytest.mark.spec("CORE-20")
+def test_a_worker_whose_output_nobody_reads_still_hands_its_leases_back(keyfold: Terminal, ready_file: str) -> None:
+    store = Store.open(ready_file)
+    with keyfold.running("work") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("Working on")
+        while not held_leases(store):
+            assert process.poll() is None
+        process.stdout.close()
+        process.terminate()
+        process.wait(30)
+    assert held_leases(store) == 0
     store.close()
 
 

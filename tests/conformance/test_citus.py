@@ -1,11 +1,15 @@
 """A Citus cluster is a store like any other: spread by one command, then every statement of core gives right results.
 
-Runs where KEYFOLD_CITUS_URL names an empty database with the Citus extension on every node.
+Runs where KEYFOLD_CITUS_URL names a database with the Citus extension, to which the nodes were added.
 """
 
+import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
@@ -17,8 +21,9 @@ from keyfold.core.context import Context
 from keyfold.core.errors import LostRace, StoreRefused, Unauthenticated
 from keyfold.core.janitor import Janitor
 from keyfold.core.relay import Relay
+from keyfold.core.replay import Start, set_back
 from keyfold.core.settings import load as load_settings
-from keyfold.core.store import Store, migrate
+from keyfold.core.store import Store, Transaction
 from keyfold.core.store.distribute import distribute, placements
 from keyfold.core.store.schema import EVERYWHERE, METADATA
 from keyfold.core.store.shapes import (
@@ -50,14 +55,20 @@ pytestmark = [
 KEYS = [f"key-{number:03}" for number in range(50)]
 
 
+def keyfold(*arguments: str) -> object:
+    """What a command answers."""
+    command = [Path(sys.executable).with_name("keyfold"), *arguments, "--store", URL, "--json"]
+    return json.loads(subprocess.run(command, capture_output=True, timeout=120, check=True).stdout)
+
+
 @pytest.fixture(scope="module")
 def context() -> Iterator[Context]:
-    """The product on the cluster, upgraded with rows in it and then spread."""
-    store = Store.open(URL)
-    migrate.upgrade(store)
-    store.transact(lambda tx: increment(tx, TALLIES, _tallies(["before"], 7)))
-    distribute(store)
-    store.close()
+    """The product on the cluster: upgraded, with a row in it, and then spread."""
+    keyfold("store", "upgrade")
+    embedded = Store.open(URL)
+    embedded.transact(lambda tx: insert_new(tx, TALLIES, _tallies(["before"], 7)))
+    embedded.close()
+    keyfold("store", "distribute")
     settings = load_settings(parts=settings_of_parts(), environ={}, options={"store.url": URL})
     opened = Context.open(settings, PARTS)
     yield opened
@@ -89,6 +100,29 @@ def test_distributing_again_changes_nothing(context: Context) -> None:
 
 
 @pytest.mark.spec("ECO-05")
+@pytest.mark.usefixtures("context")
+def test_status_shows_where_the_tables_lie() -> None:
+    status = keyfold("store", "status")
+    assert isinstance(status, dict)
+    assert "Citus" in status["server"]
+    assert status["state"] == "current"
+    assert {table["table"]: table["by"] for table in status["tables"]} == {
+        table.name: table.info["distribute_by"] for table in METADATA.tables.values()
+    }
+
+
+@pytest.mark.spec("ECO-05")
+def test_a_table_spread_by_another_column_is_refused_with_advice(context: Context) -> None:
+    """Nothing is moved behind the operator's back."""
+    context.store.transact(lambda tx: tx.driver("SELECT undistribute_table('members')"))
+    context.store.transact(lambda tx: tx.driver("SELECT create_distributed_table('members', 'member')"))
+    with pytest.raises(StoreRefused, match=r"members is spread by member.*undistribute_table"):
+        distribute(context.store)
+    context.store.transact(lambda tx: tx.driver("SELECT undistribute_table('members')"))
+    assert [spread.table for spread in distribute(context.store) if spread.changed] == ["members"]
+
+
+@pytest.mark.spec("ECO-05")
 def test_tables_spread_by_columns_of_one_type_are_colocated(context: Context) -> None:
     by_type: dict[str, set[int]] = {}
     for placement in placements(context.store):
@@ -99,18 +133,18 @@ def test_tables_spread_by_columns_of_one_type_are_colocated(context: Context) ->
 
 
 @pytest.mark.spec("ECO-05")
-def test_a_sqlite_file_is_refused_with_advice(tmp_path: object) -> None:
+def test_a_sqlite_file_is_refused_with_advice(tmp_path: Path) -> None:
     embedded = Store.open(f"sqlite:///{tmp_path}/some.db")
-    with pytest.raises(StoreRefused) as refusal:
+    with pytest.raises(StoreRefused, match="Citus"):
         distribute(embedded)
-    assert "Citus" in str(refusal.value)
+    embedded.close()
 
 
 def test_increment_adds_and_answers_the_new_values(store: Store) -> None:
     for _ in range(2):
         answer = store.transact(lambda tx: increment(tx, TALLIES, _tallies(KEYS, 3), returning=["value", "version"]))
     assert answer == {(key,): (6, 2) for key in KEYS}
-    assert len({_node(store, key) for key in KEYS}) > 1
+    assert len({_shard(store, key) for key in KEYS}) > 1
 
 
 def test_increment_takes_least_greatest_and_latest(store: Store) -> None:
@@ -144,10 +178,10 @@ def test_compare_and_set_saves_new_and_known_rows_and_refuses_a_changed_one(stor
     store.transact(lambda tx: compare_and_set(tx, TALLIES, columns))
     assert set(_read(store, KEYS[:25]).values()) == {(2, 2, 0)}
     assert set(_read(store, KEYS[25:]).values()) == {(2, 1, 0)}
-    with pytest.raises(LostRace), store.engine.write() as connection:
-        from keyfold.core.store import Transaction
-
-        compare_and_set(Transaction(connection, store.engine, None), TALLIES, columns)
+    with store.engine.write() as connection:
+        stale = Transaction(connection, store.engine, None)
+        with pytest.raises(LostRace):
+            compare_and_set(stale, TALLIES, columns)
 
 
 def test_locking_load_raises_the_version_of_what_is_there(store: Store) -> None:
@@ -183,9 +217,9 @@ def test_concurrent_locking_loads_lose_nothing(store: Store) -> None:
     store.transact(lambda tx: insert(tx, TALLIES, _tallies(KEYS, 0)))
 
     def write() -> None:
-        def work(tx: object) -> None:
-            rows = locking_load(tx, TALLIES, {"key": KEYS}, ["value"])  # type: ignore[arg-type]
-            update(tx, TALLIES, {"key": KEYS, "value": [rows[(key,)][0] + 1 for key in KEYS]})  # type: ignore[arg-type]
+        def work(tx: Transaction) -> None:
+            rows = locking_load(tx, TALLIES, {"key": KEYS}, ["value"])
+            update(tx, TALLIES, {"key": KEYS, "value": [rows[(key,)][0] + 1 for key in KEYS]})
 
         for _ in range(5):
             store.transact(work, name="locking loads")
@@ -273,13 +307,17 @@ def test_tokens_and_the_audit_chain(store: Store) -> None:
     assert store.read(audit.broken) is None
 
 
-def test_a_consumer_is_set_back(context: Context, store: Store) -> None:
-    job = consumer_named(context, "tally").job
-    store.transact(lambda tx: progress.adopt(tx, job, 0, 2**40, "embedded/test"), name="adopt") if not store.read(
-        lambda tx: progress.positions(tx, job)
-    ) else None
-    store.transact(lambda tx: progress.rewind(tx, job, 0, 0))
-    assert store.read(lambda tx: progress.positions(tx, job))[0].position == 0
+def test_a_consumer_is_set_back(context: Context) -> None:
+    known = consumer_named(context, "tally")
+    worker = ConsumerWorker(context, known, "here")
+    worker.step()
+    worker.stop()
+    moved = set_back(context, known, Start(time_us=0), actor="test")
+    assert [each.partition for each in moved] == list(range(context.topics.partitions(known.topic)))
+    stood = context.store.read(lambda tx: progress.positions(tx, known.job))
+    assert {partition: each.position for partition, each in stood.items()} == {
+        each.partition: each.after for each in moved
+    }
 
 
 def test_the_tally_service_works_on_the_cluster(context: Context, store: Store) -> None:
@@ -301,9 +339,11 @@ def _read(store: Store, keys: list[str]) -> dict[tuple[object, ...], tuple[objec
     return store.read(lambda tx: load(tx, TALLIES, {"key": keys}, ["value", "version", "event_version"]))
 
 
-def _node(store: Store, key: str) -> int:
+def _shard(store: Store, key: str) -> int:
     return int(
         store.read(
-            lambda tx: tx.driver("SELECT get_shard_id_for_distribution_column('tallies', %s)", (key,)).scalar_one()
+            lambda tx: tx.driver(
+                "SELECT get_shard_id_for_distribution_column('tallies', %s::text)", (key,)
+            ).scalar_one()
         )
     )

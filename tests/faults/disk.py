@@ -20,7 +20,7 @@ RECORDED = "openat,pwrite64,pwritev,write,fsync,fdatasync,ftruncate,fallocate,un
 # How much of what was not synced survives: power fails early, late, or anywhere between.
 SURVIVAL = (0.0, 0.1, 0.5, 0.5, 0.9, 1.0)
 
-_CALL = re.compile(r'(\w+)\((?:AT_FDCWD<[^>]*>, |(\d+)<([^>]*)>)?(?:, )?(?:"([^"]*)")?(?:\.\.\.)?(.*)\)\s+= (-?\d+)')
+_CALL = re.compile(r'(\w+)\((?:AT_FDCWD<[^>]*>, |\d+<([^>]*)>)?(?:, )?(?:"([^"]*)")?(?:\.\.\.)?(.*)\)\s+= (-?\d+)')
 
 
 class Write(NamedTuple):
@@ -50,14 +50,14 @@ def recorded(trace: Path, directory: Path) -> list[Operation]:
     found = []
     for line in trace.read_text().splitlines():
         match = _CALL.match(line)
-        if not match or match[6].startswith("-"):
+        if not match or match[5].startswith("-"):
             continue
-        call, descriptor, opened, text, rest, _ = match.groups()
+        call, opened, text, rest, _ = match.groups()
         path = Path(_bytes(opened or text or "").decode())
-        if call == "write":
+        if call == "write" and path.parent != directory:
             word, _, ack = _bytes(text).partition(b" ")
-            assert (descriptor, word) == ("1", b"ack"), f"an unexpected write: {line[:100]}"
-            found.append(Operation("ack", ack=msgspec.json.decode(ack, type=Ack)))
+            if word == b"ack":
+                found.append(Operation("ack", ack=msgspec.json.decode(ack, type=Ack)))
         elif path == directory:
             if call == "fsync":
                 found.append(Operation("sync directory"))

@@ -1,4 +1,4 @@
-"""SIGKILL at every write-path system call: the points, and what is found after each."""
+"""A fault at every write-path system call, death or an error: the points, and what is found after each."""
 
 import re
 from collections import Counter
@@ -15,45 +15,77 @@ from tests.faults.scenario import Order
 
 # The calls that change a file, its name, or who may write it; and those that say when a change is safe.
 KINDS = ("pwrite64", "fsync", "ftruncate", "unlink", "openat", "fcntl", "flock", "mmap", "close")
+# Those that a failing disk answers with an error.
+FAILING = ("pwrite64", "fsync", "ftruncate")
+ERRORS = ("EIO", "ENOSPC")
 KILLED = -9
 
 
 class Point(NamedTuple):
-    """The nth call of its kind on the store's files; the process dies before the kernel does it."""
+    """The nth call of its kind on the store's files, and whose turn it is then; the kernel does not do that call."""
 
     kind: str
     number: int
+    part: str
 
 
 class Struck(NamedTuple):
-    """A kill, whose turn it was, and the laws that were broken after it."""
+    """A fault at a point, and the laws that were broken after it."""
 
     point: Point
-    part: str
     broken: list[str]
 
 
 def points(nursery: Nursery, desk: Desk, *, plant: str = "") -> list[Point]:
-    """Every kill point of the scenario, counted in a run that lives."""
+    """Every point of the scenario's writing, counted in a run that lives."""
     trace = desk.path.parent / "trace"
     desk.clear()
-    run = nursery.run(Order(desk.url, plant=plant), ["-o", str(trace), "-e", f"trace={','.join(KINDS)}", *_paths(desk)])
+    options = ["-y", "-s", "1000", "-o", str(trace), "-e", f"trace=write,{','.join(KINDS)}"]
+    run = nursery.run(Order(desk.url, plant=plant), options)
     assert run.status == 0, "the scenario fails by itself"
-    calls = Counter(match[1] for line in trace.read_text().splitlines() if (match := re.match(r"(\w+)\(", line)))
-    return [Point(kind, number) for kind in KINDS for number in range(1, calls[kind] + 1)]
+    calls: Counter[str] = Counter()
+    found = []
+    part = "ground"
+    for line in trace.read_text().splitlines():
+        kind = line.partition("(")[0]
+        if said := re.search(r'"ack .*part\\":\\"(\w+)', line):
+            part = said[1]
+        elif kind in KINDS and str(desk.path.parent) in line:
+            calls[kind] += 1
+            found.append(Point(kind, calls[kind], part))
+    return sorted(found)
 
 
 def sweep(nursery: Nursery, desk: Desk, chosen: Iterable[Point], *, plant: str = "") -> Iterator[Struck]:
     """Kill at each point, look, run to the end without a fault, and look again."""
     for point in chosen:
-        desk.clear()
-        inject = f"inject={point.kind}:signal=SIGKILL:when={point.number}"
-        options = ["-o", "/dev/null", "-e", f"trace={point.kind}", "-e", inject, *_paths(desk)]
-        run = nursery.run(Order(desk.url, plant=plant), options)
+        run, _ = _run(nursery, desk, point, "signal=SIGKILL", plant)
         if run.status != KILLED:
-            yield Struck(point, run.part, [f"the kill never happened: the run ended with {run.status}"])
-            continue
-        yield Struck(point, run.part, broken_after(desk, run))
+            yield Struck(point, [f"the kill never happened: the run ended with {run.status}"])
+        else:
+            yield Struck(point, broken_after(desk, run))
+
+
+def sweep_errors(nursery: Nursery, desk: Desk, chosen: Iterable[tuple[Point, str]]) -> Iterator[Struck]:
+    """Let the call at each point fail with an error. The run copes with it, or ends by saying what is wrong."""
+    for point, error in chosen:
+        run, has_struck = _run(nursery, desk, point, f"error={error}")
+        if not has_struck:
+            yield Struck(point, [f"{error} never happened: the run ended with {run.status}"])
+        elif run.status not in (0, scenario.FAILED) or (run.status and not run.refusal):
+            yield Struck(point, [f"{error} ended the run with {run.status} and no word of ours"])
+        else:
+            yield Struck(point, broken_after(desk, run))
+
+
+def _run(nursery: Nursery, desk: Desk, point: Point, effect: str, plant: str = "") -> tuple[Run, bool]:
+    """A run with an effect at one point, and whether strace says that it had it."""
+    desk.clear()
+    trace = desk.path.parent / "trace"
+    inject = f"inject={point.kind}:{effect}:when={point.number}"
+    options = ["-o", str(trace), "-e", f"trace={point.kind}", "-e", inject, *_paths(desk)]
+    run = nursery.run(Order(desk.url, plant=plant), options)
+    return run, "INJECTED" in trace.read_text()
 
 
 def broken_after(desk: Desk, run: Run) -> list[str]:

@@ -21,12 +21,14 @@ FAULTS = {
     "answer to COMMIT lost": PARTS,
     "COMMIT never arrived": PARTS,
     "disk full": PARTS,
+    "I/O error": PARTS,
     "many writers of one key": PARTS,
     "crash between two steps": PARTS,
     "message delivered twice": PARTS,
     "acknowledgement lost": PARTS,
     "holder paused past its lease": PARTS,
     "poison message": PARTS,
+    "told to stop": PARTS,
     "planted bug": PARTS,
 }
 

@@ -29,9 +29,9 @@ class Run(Struct, frozen=True):
         return next((ack.counts for ack in reversed(self.acks) if ack.counts), None)
 
     @property
-    def part(self) -> str:
-        """Whose turn it was when it ended."""
-        return self.acks[-1].part if self.acks else "ground"
+    def refusal(self) -> str:
+        """The error of ours that ended it."""
+        return self.acks[-1].refusal if self.acks else ""
 
 
 class Nursery:

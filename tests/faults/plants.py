@@ -66,10 +66,11 @@ class Plot:
 
 
 class Plant(NamedTuple):
-    """A bug: what it is, who must catch it, and how it is put in."""
+    """A bug: what it is, who must catch it, whose code it is in, and how it is put in."""
 
     name: str
     harness: str
+    part: str
     into: Callable[[Plot], None]
 
     def plant(self) -> None:
@@ -92,9 +93,9 @@ class Plant(NamedTuple):
 PLANTS: list[Plant] = []
 
 
-def plant(name: str, harness: str) -> Callable[[Callable[[Plot], None]], Callable[[Plot], None]]:
+def plant(name: str, harness: str, part: str = "ground") -> Callable[[Callable[[Plot], None]], Callable[[Plot], None]]:
     def listed(into: Callable[[Plot], None]) -> Callable[[Plot], None]:
-        PLANTS.append(Plant(name, harness, into))
+        PLANTS.append(Plant(name, harness, part, into))
         return into
 
     return listed
@@ -274,22 +275,22 @@ def _(plot: Plot) -> None:
 # What a batch does ---------------------------------------------------------------------------------------------------
 
 
-@plant("dedupe by version dropped", "simulator")
+@plant("dedupe by version dropped", "simulator", "tally")
 def _(plot: Plot) -> None:
     plot.name(service, "newer", lambda versions, _: [True for _ in versions])
 
 
-@plant("of a key that stands twice in a batch only the last counts", "simulator")
+@plant("of a key that stands twice in a batch only the last counts", "simulator", "tally")
 def _(plot: Plot) -> None:
     plot.name(service, "folded", lambda additions: {addition.key: addition.add for addition in additions})
 
 
-@plant("a value is set where it should be added to", "simulator")
+@plant("a value is set where it should be added to", "simulator", "tally")
 def _(plot: Plot) -> None:
     plot.sql("value = tallies.value + excluded.value", "value = excluded.value")
 
 
-@plant("a change is announced with the version before it", "simulator")
+@plant("a change is announced with the version before it", "simulator", "tally")
 def _(plot: Plot) -> None:
     announce = service._announce
 
@@ -370,7 +371,7 @@ def _(plot: Plot) -> None:
     plot.name(batch, "aggregated", shuffled)
 
 
-@plant("an increment that reads and then writes", "writers")
+@plant("an increment that reads and then writes", "writers", "tally")
 def _(plot: Plot) -> None:
     def increment(tx: Transaction, table: Any, columns: Any, **options: Any) -> dict[Any, Any]:
         key = columns["key"]

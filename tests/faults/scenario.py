@@ -7,8 +7,8 @@ costs milliseconds and not a second of imports. The tests talk to it through `Nu
 import contextlib
 import ctypes
 import os
-import sys
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import msgspec
 import sqlalchemy as sa
@@ -18,7 +18,7 @@ from keyfold.core import outbox
 from keyfold.core.clock import ManualClock
 from keyfold.core.consumer import ConsumerWorker
 from keyfold.core.context import Context
-from keyfold.core.errors import DataRefused
+from keyfold.core.errors import DataRefused, KeyfoldError
 from keyfold.core.relay import Relay
 from keyfold.core.settings import Settings, load
 from keyfold.core.topics.topic import Message
@@ -39,6 +39,8 @@ BATCHES = (
 )
 
 PR_SET_PTRACER, ANYBODY = 0x59616D61, -1
+FAILED = 1
+VOICE = 99  # the descriptor on which runs speak to the tests
 
 
 class Ack(Struct, frozen=True):
@@ -46,6 +48,7 @@ class Ack(Struct, frozen=True):
 
     part: str  # whose turn comes next: "ground" or "tally"
     counts: list[int] | None = None
+    refusal: str = ""  # the error that ended it
 
 
 class Order(Struct, frozen=True):
@@ -171,9 +174,26 @@ def _be_child(order: Order) -> None:
         from tests.faults import plants
 
         plants.BY_NAME[order.plant].plant()
-    os.write(1, b"pid %d\n" % os.getpid())
+    _say(b"pid %d" % os.getpid())
     _read_line()
-    run(order, lambda ack: os.write(1, b"ack " + msgspec.json.encode(ack) + b"\n"))
+    run(order, lambda ack: _say(b"ack " + msgspec.json.encode(ack)))
+
+
+def _live(order: Order) -> NoReturn:
+    """Be the child and nothing after it; a failure that we name is an end like another."""
+    status = FAILED
+    try:
+        _be_child(order)
+        status = 0
+    except KeyfoldError as error:
+        _say(b"ack " + msgspec.json.encode(Ack("ground", refusal=error.slug)))
+    finally:
+        os._exit(status)
+
+
+def _say(line: bytes) -> None:
+    """One write a line, so that a process that dies has said it whole or not at all."""
+    os.write(VOICE, line + b"\n")
 
 
 def _read_line() -> bytes:
@@ -188,16 +208,16 @@ def _nurse() -> None:
     import keyfold.core.store.sqlite  # opened in a child, it would be imported there, between the counted calls
 
     assert keyfold.core.store.sqlite
+    os.dup2(1, VOICE)
+    os.dup2(2, 1)  # logs must not be taken for acknowledgements
     sa.event.listen(sa.Engine, "connect", _checkpoint_often)
     while line := _read_line():
         order = msgspec.json.decode(line, type=Order)
         child = os.fork()
         if child == 0:
-            _be_child(order)
-            sys.stdout.flush()
-            os._exit(0)
+            _live(order)
         _, status = os.waitpid(child, 0)
-        os.write(1, b"end %d\n" % os.waitstatus_to_exitcode(status))
+        _say(b"end %d" % os.waitstatus_to_exitcode(status))
 
 
 if __name__ == "__main__":

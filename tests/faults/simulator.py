@@ -47,8 +47,8 @@ BATCH_MAX = 3  # of relay and consumer, so that partitions take several steps
 # How often somebody is stopped before and after what is not the heart of the matter; all else always.
 OFTEN = {"read": 0.4, "join job": 0.1, "clear members": 0.1, "acquire leases": 0.4, "renew leases": 0.4}
 
-# Who works for whom: a crash or a pause of these strikes that part.
-PART_OF = {"producer": "ground", "events": "ground", "changes": "ground", "operator": "ground", "clerk": "ground"}
+# Who works for the tally itself; all others work for the ground.
+OF_THE_TALLY = ("tally", "asker")
 
 
 class Violated(AssertionError):
@@ -165,7 +165,7 @@ class Actor:
 
     @property
     def part(self) -> str:
-        return PART_OF.get(self.kind, "tally")
+        return "tally" if self.kind in OF_THE_TALLY else "ground"
 
 
 class Simulation:
@@ -326,8 +326,7 @@ class Simulation:
             "operator": self._operate,
         }
         body = bodies.get(kind) or (lambda: self._keep_stepping(kind, name))
-        self._actors.append(Actor(kind.rstrip("01"), name, body))
-        self._actors[-1].kind = kind
+        self._actors.append(Actor(kind, name, body))
 
     def _keep_stepping(self, kind: str, name: str) -> None:
         worker = Worker(self._context(), name)

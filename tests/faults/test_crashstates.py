@@ -3,11 +3,11 @@
 import pytest
 
 from tests.faults.crashstates import explore, record
-from tests.faults.effort import effort, seed
+from tests.faults.effort import TIMEOUT_SECONDS, effort, seed
 from tests.faults.matrix import Hit
 from tests.faults.nursery import Desk, Nursery
 
-pytestmark = pytest.mark.spec("CORE-02", "CORE-06", "CORE-08")
+pytestmark = [pytest.mark.spec("CORE-02", "CORE-06", "CORE-08"), pytest.mark.timeout(TIMEOUT_SECONDS)]
 
 ACTS = ("make", "write", "truncate", "sync", "sync directory", "unlink", "ack")
 STATES, STATES_LONG = 2_000, 1_000_000

@@ -11,7 +11,7 @@ from keyfold.core.errors import CommitUnknown, Unavailable
 from keyfold.core.topics.topic import Message
 from keyfold.tally.model import Tally
 from tests.faults import ledger
-from tests.faults.effort import effort, seed
+from tests.faults.effort import TIMEOUT_SECONDS, effort, seed
 from tests.faults.ledger import Ledger
 from tests.faults.lostcommit import LOST_CUTS, ONE_TRY, adding, asking, through
 from tests.faults.matrix import Hit
@@ -19,7 +19,7 @@ from tests.faults.pgproxy import Cut, Plan
 from tests.faults.scenario import LEASE_SECONDS, Worker
 from tests.servers.postgres import PostgresServer
 
-pytestmark = pytest.mark.spec("CORE-02", "CORE-22")
+pytestmark = [pytest.mark.spec("CORE-02", "CORE-22"), pytest.mark.timeout(TIMEOUT_SECONDS)]
 
 LOST, LOST_LONG = 200, 100_000
 
@@ -31,18 +31,17 @@ def seldom(cuts: Sequence[Cut], often: float) -> Plan:
     return lambda: chance.choice(cuts) if chance.random() < often else Cut.NONE
 
 
-@pytest.mark.fault("answer to COMMIT lost", "ground", "tally")
+@pytest.mark.fault("answer to COMMIT lost", "tally")
 def test_with_a_token_a_lost_answer_is_found_and_the_batch_applied_once(
     postgres_server: PostgresServer, postgres_url: str, hit: Hit
 ) -> None:
     """Now and then the answer to the second try is lost too."""
     with through(postgres_server, postgres_url, seldom(LOST_CUTS, 0.7)) as product:
         assert not adding(product, effort(LOST, LOST_LONG))
-        for part in ("ground", "tally"):
-            hit(part, product.lost)
+        hit("tally", product.lost)
 
 
-@pytest.mark.fault("COMMIT never arrived", "ground", "tally")
+@pytest.mark.fault("COMMIT never arrived", "tally")
 def test_a_commit_that_never_reached_the_server_is_tried_again_and_applied_once(
     postgres_server: PostgresServer, postgres_url: str, hit: Hit
 ) -> None:
@@ -52,7 +51,6 @@ def test_a_commit_that_never_reached_the_server_is_tried_again_and_applied_once(
             assert tally == Tally("a", number, number)
         assert product.tally("a") == Tally("a", number, number)
         hit("tally", product.proxy.cuts[Cut.BEFORE])
-        hit("ground", product.proxy.cuts[Cut.BEFORE])
 
 
 @pytest.mark.parametrize(("cut", "there"), [(Cut.AFTER, 1), (Cut.BEFORE, 0)])

@@ -9,7 +9,7 @@ import pytest
 
 from keyfold.core.context import Context
 from tests.faults import crashstates, killsweep, lostcommit, plants, smalldisk, writers
-from tests.faults.effort import LONG, rotation, seed
+from tests.faults.effort import LONG, TIMEOUT_SECONDS, rotation, seed
 from tests.faults.lostcommit import through
 from tests.faults.matrix import Hit
 from tests.faults.nursery import Desk, Nursery
@@ -18,7 +18,7 @@ from tests.faults.plants import PLANTS, Plant
 from tests.faults.simulator import Violated, simulate
 from tests.servers.postgres import PostgresServer
 
-pytestmark = pytest.mark.spec("CORE-02", "CORE-04", "CORE-06", "CORE-08", "CORE-10", "CORE-22")
+pytestmark = pytest.mark.timeout(TIMEOUT_SECONDS)
 
 SEEDS_MAX = 100
 STATES_MAX = 300
@@ -31,14 +31,16 @@ def rotating(harness: str) -> pytest.MarkDecorator:
     """The plants of this harness whose turn it is."""
     every = [plant for plant in PLANTS if plant.harness == harness]
     chosen = every if LONG else every[rotation() % min(HALVES, len(every)) :: HALVES]
-    return pytest.mark.parametrize("plant", chosen, ids=lambda plant: plant.name)
+    marked = [
+        pytest.param(plant, id=plant.name, marks=pytest.mark.fault("planted bug", plant.part)) for plant in chosen
+    ]
+    return pytest.mark.parametrize("plant", marked)
 
 
 def is_used(uses: int) -> None:
     assert uses, "this plant no longer fits the code: nothing of it was ever run"
 
 
-@pytest.mark.fault("planted bug", "ground")
 @rotating("simulator")
 def test_the_simulator_catches_this_bug(plant: Plant, template: Path, fast_path: Path, hit: Hit) -> None:
     with plant.planted() as plot:
@@ -46,7 +48,7 @@ def test_the_simulator_catches_this_bug(plant: Plant, template: Path, fast_path:
     is_used(plot.uses)
     assert caught, f"{SEEDS_MAX} seeds from {first} obeyed every law"
     print(caught)
-    hit("ground")
+    hit(plant.part)
 
 
 def _first_violation(seeds: range, template: Path, fast_path: Path) -> str:
@@ -58,7 +60,6 @@ def _first_violation(seeds: range, template: Path, fast_path: Path) -> str:
     return ""
 
 
-@pytest.mark.fault("planted bug", "tally")
 @rotating("kill sweep")
 def test_the_kill_sweep_catches_this_bug(plant: Plant, nursery: Nursery, desk: Desk, hit: Hit) -> None:
     every = killsweep.points(nursery, desk, plant=plant.name)
@@ -67,10 +68,9 @@ def test_the_kill_sweep_catches_this_bug(plant: Plant, nursery: Nursery, desk: D
     caught = next((each for each in struck if each.broken), None)
     assert caught, f"{POINTS_MAX} kills obeyed every law"
     print(caught)
-    hit("tally")
+    hit(plant.part)
 
 
-@pytest.mark.fault("planted bug", "ground")
 @rotating("crash states")
 def test_the_crash_states_catch_this_bug(plant: Plant, nursery: Nursery, desk: Desk, hit: Hit) -> None:
     """With synchronous=NORMAL every second disk lacks something that was acknowledged."""
@@ -79,10 +79,9 @@ def test_the_crash_states_catch_this_bug(plant: Plant, nursery: Nursery, desk: D
     broken = [state.broken for state in states if state.broken]
     assert broken, f"{STATES_MAX} disks obeyed every law"
     print(f"{len(broken)} of {STATES_MAX} disks, the first: {broken[0]}")
-    hit("ground", len(broken))
+    hit(plant.part)
 
 
-@pytest.mark.fault("planted bug", "ground")
 @rotating("disk full")
 def test_the_full_disk_catches_this_bug(plant: Plant, small_disk: Path, template: Path, hit: Hit) -> None:
     with plant.planted() as plot:
@@ -92,7 +91,7 @@ def test_the_full_disk_catches_this_bug(plant: Plant, small_disk: Path, template
             broken = [repr(error)]
     is_used(plot.uses)
     assert broken
-    hit("ground")
+    hit(plant.part)
 
 
 WRITERS: dict[str, Callable[[Context], object]] = {
@@ -104,7 +103,6 @@ WRITERS: dict[str, Callable[[Context], object]] = {
 }
 
 
-@pytest.mark.fault("planted bug", "tally")
 @rotating("writers")
 def test_writers_at_once_catch_this_bug(plant: Plant, postgres_url: str, hit: Hit) -> None:
     with writers.opened(postgres_url) as context, plant.planted() as plot:
@@ -115,10 +113,9 @@ def test_writers_at_once_catch_this_bug(plant: Plant, postgres_url: str, hit: Hi
     is_used(plot.uses)
     assert caught
     print(caught)
-    hit("tally")
+    hit(plant.part)
 
 
-@pytest.mark.fault("planted bug", "tally")
 @rotating("lost answers")
 def test_lost_answers_catch_this_bug(
     plant: Plant, postgres_server: PostgresServer, postgres_url: str, hit: Hit
@@ -131,7 +128,7 @@ def test_lost_answers_catch_this_bug(
     is_used(plot.uses)
     assert broken
     print(broken)
-    hit("tally")
+    hit(plant.part)
 
 
 def test_every_plant_has_a_harness_and_at_least_ten_are_tried_each_time() -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from keyfold.core import metrics, outbox
 from keyfold.core.context import Context
@@ -38,12 +39,18 @@ def opened(url: str) -> Iterator[Context]:
         context.close()
 
 
-def hot_key(context: Context, *, transactions: int = 30) -> tuple[list[str], int]:
-    """Writers of batches of which nine in ten additions go to one key, while the changes are relayed.
+class Hot(NamedTuple):
+    """What became of a hot key: the laws broken, the additions made to it, the changes of it published."""
 
-    Returns the laws that were broken, and how many additions went to the hot key.
-    """
+    broken: list[str]
+    additions: int
+    published: int
+
+
+def hot_key(context: Context, *, transactions: int = 30) -> Hot:
+    """Writers of batches of which nine in ten additions go to one key, while the changes are relayed."""
     added: Counter[str] = Counter()
+    times: Counter[str] = Counter()
     counting = threading.Lock()
 
     def write(number: int) -> None:
@@ -57,13 +64,15 @@ def hot_key(context: Context, *, transactions: int = 30) -> tuple[list[str], int
             with counting:
                 for addition in batch:
                     added[addition.key] += addition.add
+                    times[addition.key] += 1
 
     worker = Worker(context, "w1")
     _all_at_once(write, meanwhile=worker.changes.step)
     worker.run_dry()
     found = Ledger.of(context.store)
     broken = ledger.broken_now(found, added=added) + ledger.broken_at_the_end(found, {})
-    return broken, added["hot"]
+    published = sum(row.entry.key == "hot" for row in found.messages[ledger.CHANGES])
+    return Hot(broken, times["hot"], published)
 
 
 def crossing(context: Context, *, transactions: int = 15, keys: int = 30) -> tuple[list[str], int]:

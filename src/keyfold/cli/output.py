@@ -5,7 +5,8 @@ a stream, printed as it comes; `Answer` is for those whose form for people is no
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from typing import Any
 
 import msgspec
@@ -27,8 +28,9 @@ class Answer(Struct, frozen=True, kw_only=True):
 def show(answer: object, *, as_json: bool) -> None:
     """Print an answer, whatever it is; None says nothing."""
     if isinstance(answer, Iterator):
-        for each in answer:
-            _show_one(each, as_json, in_stream=True)
+        with closing(answer) if isinstance(answer, Generator) else nullcontext():
+            for each in answer:
+                _show_one(each, as_json, in_stream=True)
         return
     _show_one(answer, as_json, in_stream=False)
     if isinstance(answer, Answer) and answer.exit_code:

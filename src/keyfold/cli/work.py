@@ -13,7 +13,7 @@ from keyfold.cli.output import Answer
 from keyfold.cli.run import safe
 from keyfold.cli.session import session_of
 from keyfold.core.errors import Unavailable
-from keyfold.core.loops import Runner
+from keyfold.core.loops import Runner, run_until_idle
 from keyfold.core.workers import chosen, loops
 
 app = typer.Typer(add_completion=False)
@@ -25,6 +25,9 @@ def work(
     parts: Annotated[
         list[str] | None, typer.Argument(metavar="PART", help="The parts to work for; all if none is named.")
     ] = None,
+    until_idle: Annotated[
+        bool, typer.Option("--until-idle", help="End when nothing is left to do, instead of waiting for more.")
+    ] = False,
 ) -> Iterator[Answer]:
     """Run relays, consumers and the janitor until stopped, without serving HTTP.
 
@@ -34,22 +37,38 @@ def work(
     context = session_of(ctx).product()
     names = [part.name for part in chosen(context, parts or [])]
     made = loops(context, parts or [])
+    if until_idle:
+        run_until_idle(made)
+        yield Answer(data={"event": "idle", "parts": names}, lines=["Nothing is left to do."])
+        return
     stopping = _stop_on_signals()
     runner = Runner(made)
     runner.start()
     url = safe(context.settings.store.url)
-    yield Answer(
-        data={"event": "started", "pid": os.getpid(), "store": url, "parts": names, "loops": [x.name for x in made]},
-        lines=[f"Working on {url} for {', '.join(names)}: {len(made)} loops. Ctrl-C stops."],
-    )
-    stopping.wait()
-    yield Answer(data={"event": "stopping"}, lines=["Finishing the step in hand; again to stop at once."])
-    seconds_max = context.settings.http.stop_seconds_max
+    try:
+        yield Answer(
+            data={
+                "event": "started",
+                "pid": os.getpid(),
+                "store": url,
+                "parts": names,
+                "loops": [x.name for x in made],
+            },
+            lines=[f"Working on {url} for {', '.join(names)}: {len(made)} loops. Ctrl-C stops."],
+        )
+        stopping.wait()
+        yield Answer(data={"event": "stopping"}, lines=["Finishing the step in hand; again to stop at once."])
+    finally:
+        # Also where nobody reads our lines any more: leases are handed back before the store is closed.
+        _stop(runner, context.settings.http.stop_seconds_max)
+    yield Answer(data={"event": "stopped"}, lines=["Stopped; everything held was handed back."])
+
+
+def _stop(runner: Runner, seconds_max: int) -> None:
     if not runner.stop(seconds_max):
         raise Unavailable(
             f"not every loop ended within {seconds_max} seconds", hint="What they hold is free when its lease ends"
         )
-    yield Answer(data={"event": "stopped"}, lines=["Stopped; everything held was handed back."])
 
 
 def _stop_on_signals() -> threading.Event:

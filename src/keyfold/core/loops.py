@@ -82,6 +82,25 @@ class Runner:
             log.warning("handing back failed", loop=loop.name, error=str(error))
 
 
+def run_until_idle(loops: Sequence[Loop]) -> int:
+    """Step every loop in turn until none has anything left to do, then hand back; returns how many rounds it took.
+
+    A failure ends it: whoever asked for all the work wants to know that some of it could not be done.
+    """
+    rounds, quiet = 0, 0
+    try:
+        while quiet < 2:  # what the last loop of a round did may be work for the first
+            rounds += 1
+            busy = [loop.step() or loop.wake.is_set() for loop in loops]
+            for loop in loops:
+                loop.wake.clear()
+            quiet = 0 if any(busy) else quiet + 1
+    finally:
+        for loop in loops:
+            loop.stop()
+    return rounds
+
+
 def _jittered(longest: float) -> float:
     """Never in step with the others."""
     return random.uniform(longest / 2, longest)  # noqa: S311

@@ -56,6 +56,7 @@ class Call:
 
     __slots__ = (
         "body_read",
+        "client",
         "fate",
         "headers",
         "method",

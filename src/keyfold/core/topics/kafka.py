@@ -529,7 +529,19 @@ class _Cluster:
             raise self.error(_kafka_error(error)) from None
         except TimeoutError:
             raise self.unreachable("it was not made in time") from None
+        self._await_leaders(time.monotonic() + CREATE_SECONDS)
         return True
+
+    def _await_leaders(self, deadline: float) -> None:
+        """Brokers learn of a new topic one after the other; until then they say that there is none."""
+        while time.monotonic() < deadline:
+            try:
+                found = self._admin().list_topics(self._name, timeout=REQUEST_SECONDS).topics[self._name]
+            except kafka.KafkaException as error:
+                raise self.error(_kafka_error(error)) from None
+            if found.error is None and all(partition.leader >= 0 for partition in found.partitions.values()):
+                return
+            time.sleep(LEADER_SECONDS)
 
     def heard(self, error: kafka.KafkaError) -> None:
         """Keep what the client last complained of: a wait that ends without an answer is explained by it."""
