@@ -114,7 +114,7 @@ class Relay:
         return max(counts.values()) >= self._limits.relay_batch_max
 
     def _send(self, sink: Sink, partition: int) -> bool:
-        """The sink's time-out is shorter than the lease, so nothing of ours arrives after the lease has passed on."""
+        """Send, then mark. What was on the wire when we gave up may still arrive: then it is a duplicate, never a first."""
         looked_at = time.monotonic()
         pending = self._store.read(lambda tx: self._pending(tx, partition))
         if not pending:

@@ -40,7 +40,7 @@ def distribute(store: Store, report: Callable[[Spread], None] = lambda spread: N
         _must_agree(table, placed[table.name])
     done = []
     for table in in_order():
-        spread = Spread(table.name, table.info["distribute_by"], changed=not placed[table.name].by)
+        spread = Spread(str(table.name), table.info["distribute_by"], changed=not placed[table.name].by)
         if spread.changed:
             _spread(store, table, _anchor(table, placed))
             placed = {placement.table: placement for placement in placements(store)}
@@ -58,7 +58,7 @@ def placements(store: Store) -> list[Placement]:
         for row in rows
         if row.kind in {"reference", "distributed"}
     }
-    return [found.get(table.name, Placement(table.name, "", 1, 0)) for table in in_order()]
+    return [found.get(table.name, Placement(str(table.name), "", 1, 0)) for table in in_order()]
 
 
 _PLACED = """

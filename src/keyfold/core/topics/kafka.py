@@ -677,7 +677,9 @@ def _record(partition: int, raw: kafka.Message) -> Record:
 
 def _text(raw: str | bytes | None) -> str:
     # Bytes that are no text stay apart from each other, as keys must.
-    return raw.decode(errors="backslashreplace") if isinstance(raw, bytes) else raw or ""
+    text = raw.decode(errors="backslashreplace") if isinstance(raw, bytes) else raw or ""
+    # No store takes NUL in text, so such a key could not even be set aside.
+    return text.replace("\0", "\\x00")
 
 
 def _number(raw: str | bytes | None) -> int | None:
