@@ -114,7 +114,7 @@ class Relay:
         return max(counts.values()) >= self._limits.relay_batch_max
 
     def _send(self, sink: Sink, partition: int) -> bool:
-        """Send, then mark. What was on the wire when we gave up may still arrive: then it is a duplicate, never a first."""
+        """Send, then mark. What was on the wire when we gave up may still arrive, as a duplicate, never as a first."""
         looked_at = time.monotonic()
         pending = self._store.read(lambda tx: self._pending(tx, partition))
         if not pending:
