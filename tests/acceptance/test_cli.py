@@ -26,9 +26,10 @@ from keyfold.core.errors import BadInput, Unauthenticated
 from keyfold.core.relay import Relay
 from keyfold.core.settings import load
 from keyfold.core.store import Store, migrate
-from keyfold.core.tables import AUDIT, LEASES, MEMBERS
+from keyfold.core.tables import AUDIT, LEASES, MEMBERS, MESSAGES
 from keyfold.core.topics.topic import Message, partition_of
 from keyfold.parts import PARTS, settings_of_parts
+from tests.servers.kafka import KafkaServer
 
 KEYFOLD = Path(sys.executable).with_name("keyfold")
 Run = subprocess.CompletedProcess[str]
@@ -537,9 +538,9 @@ def held_leases(store: Store) -> int:
     return int(store.read(lambda tx: tx.execute(count).scalar_one()))
 
 
-def worked(keyfold: Terminal, url: str, *, until: Callable[[], bool]) -> None:
+def worked(keyfold: Terminal, url: str, *, until: Callable[[], bool], **variables: str) -> None:
     """Let a worker work until something has come about."""
-    with keyfold.running("work", "--store", url, "--json") as process:
+    with keyfold.running("work", "--store", url, "--json", **variables) as process:
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["event"] == "started"
         while not until():
@@ -661,6 +662,33 @@ def test_a_replay_that_makes_no_sense_is_refused_with_what_to_do(keyfold: Termin
     refused(keyfold(*replay, "tally-events", "--consumer", "nobody"), "no consumer 'nobody'", "tally")
     refused(keyfold(*replay, "tally-changes", "--consumer", "tally"), "reads tally-events")
     refused(keyfold(*replay, "tally-events", "--consumer", "tally", "--partition", "9"), "no partition 9")
+
+
+@pytest.mark.spec("CORE-05", "CORE-07")
+@pytest.mark.xdist_group("kafka")
+def test_on_kafka_a_topic_is_listed_tailed_and_sent_again(
+    keyfold: Terminal, ready_file: str, kafka_server: KafkaServer
+) -> None:
+    on_kafka = {"KEYFOLD_TOPICS_KIND": "kafka", "KEYFOLD_TOPICS_KAFKA": kafka_server.bootstrap}
+    for topic in ("tally-events", "tally-changes"):
+        kafka_server.create_topic(topic, 4)
+    keyfold.answer("tally", "add", "apples", **on_kafka)
+    pending = sa.select(sa.func.count()).where(MESSAGES.c.position.is_(None))
+    store = Store.open(ready_file)
+    worked(keyfold, ready_file, until=lambda: store.read(lambda tx: tx.execute(pending).scalar_one()) == 0, **on_kafka)
+    store.close()
+
+    def versions() -> list[int]:
+        done = keyfold("topics", "tail", "tally-changes", "--json", **on_kafka)
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line)["version"] for line in done.stdout.splitlines()]
+
+    assert versions() == [1]
+    sent = keyfold.answer("topics", "replay", "tally-changes", "--from-time", "-1h", **on_kafka)
+    assert sum(each["messages"] for each in sent) == 1  # type: ignore[attr-defined]
+    assert versions() == [1, 1]
+    listed = keyfold.answer("topics", "list", **on_kafka)
+    assert {topic["topic"]: topic["kept"] for topic in listed} == {"tally-changes": 2, "tally-events": 0}  # type: ignore[attr-defined]
 
 
 # Serve and work ----------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class Mounted:
         ask = Ask(
             client=client,
             body=body,
-            path=path_parts(params) if params else params,
+            path=self._path(params) if params else params,
             query=self._query(call.query),
             if_match=version_expected(call) if route.if_match else None,
             idempotency_key=key,
@@ -91,6 +91,16 @@ class Mounted:
         if isinstance(outcome, Versioned):
             return Reply(msgspec.json.encode(outcome.answer), self.route.status, outcome.version)
         return Reply(msgspec.json.encode(outcome), self.route.status)
+
+    def _path(self, params: Mapping[str, str]) -> Mapping[str, str]:
+        parts = path_parts(params)
+        if self.route.path_type is not None:
+            try:
+                msgspec.convert(parts, self.route.path_type, strict=False)
+            except msgspec.ValidationError as error:
+                refusal = refused_input(error, "the path")
+                raise BadInput(refusal.detail, place=(refusal.place or "").replace("$.", "path ", 1)) from None
+        return parts
 
     def _query(self, text: bytes) -> Struct | None:
         kind = self.route.query

@@ -137,21 +137,21 @@ class Schemas:
     """The schema of every type that goes in or out, named once."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
-        taken = [kind for route in routes for kind in (route.body, route.query) if kind is not None]
+        taken = [kind for route in routes for kind in (route.body, route.query, route.path_type) if kind is not None]
         given = [route.answer for route in routes if route.answer is not None] + [own.answer for own in OWN]
         self._kinds = [*taken, *given, Problem]
         self._schemas, components = msgspec.json.schema_components(self._kinds, ref_template=REF)
         self.components: dict[str, Schema] = dict(components)
         for name in self._reachable(taken):
             _forbid_nul(self.components[name])
-        self._queries = {self._name(route.query) for route in routes if route.query is not None}
-        self._query_schemas = {name: self.components.pop(name) for name in self._queries}
+        listed = {kind for route in routes for kind in (route.query, route.path_type) if kind is not None}
+        self._listed = {name: self.components.pop(name) for name in map(self._name, listed)}
 
     def of(self, kind: object) -> Schema:
         return self._schemas[self._kinds.index(kind)]
 
-    def of_query(self, kind: type[Struct]) -> Schema:
-        return self._query_schemas[self._name(kind)]
+    def of_parameters(self, kind: type[Struct]) -> Schema:
+        return self._listed[self._name(kind)]
 
     def _name(self, kind: object) -> str:
         return str(self.of(kind)["$ref"]).rpartition("/")[2]
@@ -217,12 +217,16 @@ def errors_of(route: Route) -> list[type[KeyfoldError]]:
 
 
 def _parameters(route: Route, schemas: Schemas) -> list[Schema]:
-    found: list[Schema] = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1, "pattern": NO_NUL}}
-        for name in _PART.findall(route.path)
-    ]
+    found: list[Schema] = []
+    if route.path_type is not None:
+        found.extend(_listed_parameters(schemas.of_parameters(route.path_type), "path"))
+    else:
+        plain = {"type": "string", "minLength": 1, "pattern": NO_NUL}
+        found.extend(
+            {"name": name, "in": "path", "required": True, "schema": plain} for name in _PART.findall(route.path)
+        )
     if route.query is not None:
-        found.extend(_query_parameters(schemas.of_query(route.query)))
+        found.extend(_listed_parameters(schemas.of_parameters(route.query), "query"))
     if route.idempotent:
         found.append(_reference("parameters", "Idempotency-Key"))
     if route.if_match:
@@ -231,12 +235,12 @@ def _parameters(route: Route, schemas: Schemas) -> list[Schema]:
     return found
 
 
-def _query_parameters(schema: Schema) -> Iterator[Schema]:
+def _listed_parameters(schema: Schema, where: str) -> Iterator[Schema]:
     properties: dict[str, Schema] = schema.get("properties", {})  # type: ignore[assignment]
     required: list[str] = schema.get("required", [])  # type: ignore[assignment]
     for name, kind in properties.items():
         described = dict(_without_null(kind))
-        parameter: Schema = {"name": name, "in": "query", "required": name in required}
+        parameter: Schema = {"name": name, "in": where, "required": name in required}
         if "description" in described:
             parameter["description"] = described.pop("description")
         yield {**parameter, "schema": described}

@@ -226,13 +226,13 @@ def test_while_shards_change_hands_it_looks_again_sooner_and_then_no_more(crew: 
     worker = crew.worker("a")
     crew.lines["a"].leases.acquire([lease_name("job", 0)], "dead", LEASE_SECONDS)
     while len(worker.tick()) < 12:
-        crew.clock.advance(LEASE_SECONDS / 10)
+        crew.clock.advance(LEASE_SECONDS / 9)
     calls = len(crew.lines["a"].calls)
-    crew.clock.advance(LEASE_SECONDS / 10)
+    crew.clock.advance(LEASE_SECONDS / 9)
     worker.tick()
     settled = len(crew.lines["a"].calls)
     assert settled > calls
-    crew.clock.advance(LEASE_SECONDS / 10)
+    crew.clock.advance(LEASE_SECONDS / 4)
     worker.tick()
     assert len(crew.lines["a"].calls) == settled
 
@@ -301,7 +301,7 @@ def test_an_unreachable_service_is_asked_again_sooner_but_not_at_every_tick(crew
         worker.tick()
     assert len(crew.lines["a"].calls) == 1
     crew.lines["a"].error = None
-    crew.clock.advance(LEASE_SECONDS / 10)
+    crew.clock.advance(LEASE_SECONDS / 9)
     worker.tick()
     crew.clock.advance(LEASE_SECONDS - 1)
     assert sorted(worker.held) == list(range(12))
