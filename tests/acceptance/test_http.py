@@ -251,6 +251,31 @@ def test_a_silent_connection_is_closed_so_that_others_get_their_turn(start: Star
         connection.close()
 
 
+@pytest.mark.spec("CORE-16")
+def test_callers_that_go_away_leave_nothing_behind(shared: Served) -> None:
+    """At every point of a request; afterwards the server has the files, threads and memory that it had before."""
+    process = psutil.Process(shared.process.pid)
+    body = b'{"items":[{"key":"left"}]}'
+    head = f"POST /v1/tallies HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {shared.token}\r\n{JSON}".encode()
+    whole = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+    def leave(times: int) -> None:
+        for number in range(times):
+            with socket.create_connection(shared.address) as connection:
+                connection.sendall(whole[: number % len(whole) + 1])
+
+    leave(len(whole))
+    before = (process.memory_info().rss, process.num_threads())
+    leave(5 * len(whole))
+    deadline = time.monotonic() + 30
+    while process.num_fds() > 60 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert process.num_fds() <= 60
+    assert process.num_threads() <= before[1] + 2
+    assert process.memory_info().rss - before[0] < 16 * 1024 * 1024
+    assert shared.call("GET", "/readyz").status_code == 200
+
+
 # Who may do what --------------------------------------------------------------------------------------------------
 
 # One good request for every route in the document, about the tally `key`.

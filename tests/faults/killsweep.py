@@ -60,22 +60,19 @@ def sweep(nursery: Nursery, desk: Desk, chosen: Iterable[Point], *, plant: str =
     """Kill at each point, look, run to the end without a fault, and look again."""
     for point in chosen:
         run, _ = _run(nursery, desk, point, "signal=SIGKILL", plant)
-        if run.status != KILLED:
-            yield Struck(point, [f"the kill never happened: the run ended with {run.status}"])
-        else:
-            yield Struck(point, broken_after(desk, run))
+        assert run.status == KILLED, f"the kill at {point} never happened: the run ended with {run.status}"
+        yield Struck(point, broken_after(desk, run))
 
 
 def sweep_errors(nursery: Nursery, desk: Desk, chosen: Iterable[tuple[Point, str]]) -> Iterator[Struck]:
     """Let the call at each point fail with an error. The run copes with it, or ends by saying what is wrong."""
     for point, error in chosen:
         run, has_struck = _run(nursery, desk, point, f"error={error}")
-        if not has_struck:
-            yield Struck(point, [f"{error} never happened: the run ended with {run.status}"])
-        elif run.status not in (0, scenario.FAILED) or (run.status and not run.refusal):
-            yield Struck(point, [f"{error} ended the run with {run.status} and no word of ours"])
-        else:
+        assert has_struck, f"{error} at {point} never happened: the run ended with {run.status}"
+        if run.status == 0 or (run.status == scenario.FAILED and run.refusal):
             yield Struck(point, broken_after(desk, run))
+        else:
+            yield Struck(point, [f"{error} ended the run with {run.status} and no word of ours"])
 
 
 def _run(nursery: Nursery, desk: Desk, point: Point, effect: str, plant: str = "") -> tuple[Run, bool]:

@@ -1,14 +1,19 @@
 """`keyfold store`: the schema of the store, and its way up and out."""
 
+import sqlalchemy as sa
 import typer
 from msgspec import Struct
 
 from keyfold.cli.output import Answer
 from keyfold.cli.run import safe
 from keyfold.cli.session import must_be_there, session_of
-from keyfold.core.store import Store, migrate
+from keyfold.core import audit, progress
+from keyfold.core.errors import Conflict
+from keyfold.core.shards import lease_name
+from keyfold.core.store import Store, Transaction, migrate
 from keyfold.core.store.distribute import Placement, distribute, in_order, is_cluster, placements
 from keyfold.core.store.schema import EVERYWHERE
+from keyfold.core.tables import PROGRESS
 
 app = typer.Typer(no_args_is_help=True, help="The store: its schema, and its way up and out.")
 
@@ -119,3 +124,25 @@ def _server(store: Store) -> str:
         return f"PostgreSQL {version}"
     citus = store.read(lambda tx: tx.driver("SELECT extversion FROM pg_extension WHERE extname = 'citus'").scalar_one())
     return f"PostgreSQL {version} with Citus {citus}"
+
+
+@app.command(name="reset-tickets")
+def reset_tickets(ctx: typer.Context) -> Answer:
+    """Forget the tickets of all guard rows, after the lease service was changed or wiped.
+
+    Tickets of another service may be lower than those stored, and would be refused for ever. Stop all workers first:
+    it is refused while anybody holds a lease.
+    """
+    context = session_of(ctx).product()
+    rows = context.store.read(lambda tx: tx.execute(sa.select(PROGRESS.c.job, PROGRESS.c.shard)).all())
+    held = context.leases.held([lease_name(row.job, row.shard) for row in rows])
+    if held:
+        raise Conflict(f"{held[0].holder} works on {held[0].name}", hint="Stop all workers, then repeat")
+
+    def work(tx: Transaction) -> int:
+        changed = progress.reset_tickets(tx)
+        audit.record(tx, "command line", "tickets reset", f"{changed} guard rows")
+        return changed
+
+    changed = context.store.transact(work, name="reset tickets", once=True)
+    return Answer(data={"guard_rows": changed}, lines=[f"{changed} guard rows start anew."])

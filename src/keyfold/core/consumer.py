@@ -86,7 +86,8 @@ class ConsumerWorker:
         for partition, lease in self._shards.held.items():
             try:
                 more |= self.consume(partition, lease) > 0
-            except LeaseLost:
+            except LeaseLost as error:
+                log.warning("partition lost", consumer=self._consumer.name, partition=partition, error=str(error))
                 self._positions.pop(partition, None)
             except Exception as error:
                 self._positions.pop(partition, None)

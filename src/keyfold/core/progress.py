@@ -88,6 +88,11 @@ def rewind(tx: Transaction, job: str, shard: int, position: int, *, source: str 
         raise NotFound(f"nobody has worked on shard {shard} of {job}")
 
 
+def reset_tickets(tx: Transaction) -> int:
+    """Forget every ticket, for a lease service that begins anew (another kind, or wiped); no worker may run."""
+    return tx.driver("UPDATE progress SET ticket = 0 WHERE ticket > 0").rowcount
+
+
 def _why_refused(tx: Transaction, job: str, shard: int, ticket: int, source: str) -> KeyfoldError:
     """The refused INSERT holds the row's lock, so this reads what it was refused by."""
     mark = _mark(tx)

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import sqlalchemy as sa
+import structlog
 
 from keyfold.core import metrics, progress
 from keyfold.core.context import Context
@@ -25,6 +26,8 @@ from keyfold.core.store.shapes import update
 from keyfold.core.tables import MESSAGES
 from keyfold.core.topics.embedded import relay_job
 from keyfold.core.topics.topic import Message, Pending, Sink
+
+log = structlog.get_logger(__name__)
 
 # Partitions numbered in one transaction: bounds it to this many batches.
 TOGETHER = 8
@@ -76,8 +79,9 @@ class Relay:
                 self._adopt(partition, lease)
             partitions = [partition for partition, _ in held]
             return self._number(partitions) if self._sink is None else self._send(self._sink, *partitions)
-        except LeaseLost:
+        except LeaseLost as error:
             if len(held) == 1:
+                log.warning("partition lost", topic=self._topic, partition=held[0][0], error=str(error))
                 self._places.pop(held[0][0], None)
                 return False
         more = False

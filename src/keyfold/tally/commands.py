@@ -27,6 +27,5 @@ def add(
 @app.command()
 def get(ctx: typer.Context, keys: Annotated[list[str], typer.Argument(metavar="KEY...")]) -> list[Tally]:
     """Read tallies; a key never changed is at 0."""
-    wanted = msgspec.convert(keys, list[Key])
-    context: Context = ctx.obj.product()
+    wanted, context = msgspec.convert(keys, list[Key]), ctx.obj.product()
     return list(context.store.read(lambda tx: service.read(tx, wanted)).values())
