@@ -817,6 +817,7 @@ CASES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("settings",): (),
     ("token", "create"): ("me", "--scope", "read"),
     ("token", "list"): (),
+    ("store", "reset-tickets"): (),
     ("topics", "list"): (),
     ("topics", "tail"): ("tally-changes",),
     ("topics", "replay"): ("tally-events", "--from-position", "0", "--consumer", "tally"),
