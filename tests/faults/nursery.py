@@ -15,6 +15,8 @@ from tests.faults.scenario import Ack, Order
 
 ROOT = Path(__file__).parents[2]
 STRACE = shutil.which("strace")
+# What SQLite and the turnstile lay beside a database.
+ENDINGS = ("-wal", "-shm", "-journal", "-next", "-writer")
 
 
 class Run(Struct, frozen=True):
@@ -118,4 +120,4 @@ class Desk:
     @property
     def files(self) -> list[Path]:
         """All that a run touches, whether it is there yet or not."""
-        return [self.path, *(self.path.with_name(self.path.name + end) for end in ("-wal", "-shm", "-next", "-writer"))]
+        return [self.path, *(self.path.with_name(self.path.name + end) for end in ENDINGS)]

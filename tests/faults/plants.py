@@ -246,9 +246,10 @@ def _(plot: Plot) -> None:
     _wrong_sink(plot, lambda sink, partition, pending: sink.publish(partition, pending[::-1])[::-1])
 
 
-@plant("numbered in another order than committed", "simulator")
+@plant("the newest message is numbered first", "simulator")
 def _(plot: Plot) -> None:
     plot.sql("row_number() OVER (ORDER BY id)", "row_number() OVER (ORDER BY id DESC)")
+    plot.sql(" ORDER BY id LIMIT", " ORDER BY id DESC LIMIT")
 
 
 @plant("the hint moves when messages are read, not when they are out", "simulator")

@@ -109,7 +109,7 @@ class Door:
     def _refusal(self, error: KeyfoldError, call: Call) -> Answer:
         extra = error.headers if isinstance(error, WrongMethod) else None
         if error.status >= 500:
-            log.warning("request refused", error=error.slug, detail=str(error))
+            call.error = f"{error.slug}: {error}"
         return problems.answer(error, call.request_id, extra)
 
     def _closing_headers(self, call: Call) -> Headers:
@@ -128,13 +128,16 @@ class Door:
         meters[0].inc()
         meters[1].observe(seconds)
         write = log.info if status >= 500 or seconds > SLOW_SECONDS else log.debug
+        told = {"error": call.error} if call.error else {}
+        milliseconds = round(seconds * 1000, 1)
         write(
             "request",
             method=method,
             route=template,
             status=status,
-            milliseconds=round(seconds * 1000, 1),
+            milliseconds=milliseconds,
             client=call.client,
+            **told,
         )
 
 

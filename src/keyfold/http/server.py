@@ -100,7 +100,7 @@ class Serving:
         self._door.stop()
         server.stop()  # type: ignore[no-untyped-call]
         await self._last_answers(serving, deadline - seconds * CLOSING_SHARE)
-        steps: list[tuple[str, Callable[[], object]]] = [
+        steps: list[tuple[str, Callable[[], bool | None]]] = [
             ("requests", self._gatherer.close),
             ("loops", lambda: self._runner.stop(max(0.1, deadline - time.monotonic()))),
             ("routes", self._door.close),
@@ -108,7 +108,7 @@ class Serving:
         ]
         late = [name for name, step in steps if not await _in_thread(step, deadline)]
         if late:
-            log.error("did not stop in time", what=late, seconds=seconds)
+            log.error("did not stop in time or not well", what=late, seconds=seconds)
         else:
             log.info("stopped")
         return not late
@@ -231,23 +231,28 @@ def _signals(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-async def _in_thread(step: Callable[[], object], deadline: float) -> bool:
-    """Whether a step ended in time. Its thread is a daemon: if it hangs, it does not hold up the end."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+async def _in_thread(step: Callable[[], bool | None], deadline: float) -> bool:
+    """Whether a step was done in time. Its thread is a daemon: if it hangs, it does not hold up the end."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[bool] = loop.create_future()
 
     def run() -> None:
         try:
-            step()
+            well = step() is not False
         except Exception as error:
             log.error("a step of the stop failed", exc_info=error)
-        finally:
-            with contextlib.suppress(RuntimeError):  # the loop has gone: nobody waits any more
-                loop.call_soon_threadsafe(ended.set)
+            well = False
+        with contextlib.suppress(RuntimeError):  # the loop has gone: nobody waits any more
+            loop.call_soon_threadsafe(_settle, done, well)
 
     threading.Thread(target=run, name="stop", daemon=True).start()
     try:
         async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
-            await ended.wait()
+            return await done
     except TimeoutError:
         return False
-    return True
+
+
+def _settle(done: "asyncio.Future[bool]", well: bool) -> None:
+    if not done.done():  # nobody waits for a step that came too late
+        done.set_result(well)

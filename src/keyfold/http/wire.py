@@ -57,6 +57,7 @@ class Call:
     __slots__ = (
         "body_read",
         "client",
+        "error",
         "fate",
         "headers",
         "method",
@@ -75,6 +76,7 @@ class Call:
         self.receive = receive
         self.remote = scope["client"][0] if scope["client"] else ""
         self.client = ""
+        self.error = ""
         self.path = ""
         self.query = b""
         self.reading = False

@@ -263,3 +263,13 @@ class Background:
         if self._error is not None:
             raise self._error
         return self._result
+
+
+@pytest.mark.spec("CORE-10")
+def test_reset_tickets_lets_a_lower_ticket_take_over_at_the_same_position(store: Store) -> None:
+    store.transact(lambda tx: progress.adopt(tx, "job", 0, 100, ""))
+    store.transact(lambda tx: progress.advance(tx, "job", 0, 100, 0, 7))
+    with pytest.raises(TicketRefused):
+        store.transact(lambda tx: progress.adopt(tx, "job", 0, 1, ""))
+    assert store.transact(progress.reset_tickets) == 1
+    assert store.transact(lambda tx: progress.adopt(tx, "job", 0, 1, "")) == 7

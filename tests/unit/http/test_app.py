@@ -90,6 +90,8 @@ def test_an_access_line_is_of_level_info_where_the_server_failed_and_debug_other
         caller("GET", "/v1/broken")
     lines = [(line["log_level"], line["route"], line["status"]) for line in logged if line["event"] == "request"]
     assert lines == [("debug", "/healthz", 200), ("info", "/v1/broken", 500)]
+    assert [line.get("client") for line in logged if line["event"] == "request"] == ["", "tests"]
+    assert next(line["error"] for line in logged if line.get("status") == 500).startswith("internal: ")
 
 
 @pytest.mark.spec("CORE-14")
