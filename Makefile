@@ -14,7 +14,7 @@ $(UV):
 
 $(STAMP): $(UV) requirements.lock pyproject.toml
 	test -x $(BIN)/python || $(UV) venv --quiet --python '>=3.11' .venv
-	$(UV) pip sync --quiet --python $(BIN)/python --require-hashes requirements.lock
+	$(UV) pip sync --quiet --compile-bytecode --python $(BIN)/python --require-hashes requirements.lock
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	touch $@
 

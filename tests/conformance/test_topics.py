@@ -15,7 +15,7 @@ from keyfold.core.errors import BadInput, OffsetGone, PartitionStopped, TopicCha
 from keyfold.core.janitor import Janitor
 from keyfold.core.relay import Relay
 from keyfold.core.store import Transaction, shapes
-from keyfold.core.tables import MESSAGES, PROGRESS
+from keyfold.core.tables import MESSAGES, PARKED_KEYS, PROGRESS
 from keyfold.core.topics.topic import Record, TopicSpec, partition_of
 from keyfold.tally.tables import TALLIES
 from tests.product import consume_all, consumer_worker, message, opened, put, read_all, relay_all
@@ -302,3 +302,20 @@ def test_a_key_above_the_limit_is_refused(trial: Trial) -> None:
     put(trial.context, trial.topic, [message("ж" * 256, 1)])
     with pytest.raises(BadInput, match="longer than 512 bytes"):
         put(trial.context, trial.topic, [message("ж" * 257, 1)])
+
+
+@pytest.mark.spec("CORE-08", "CORE-09")
+def test_a_message_that_was_set_aside_may_be_delivered_again(trial: Trial) -> None:
+    """A consumer that is set back meets its dead letters anew; neither they nor their gates are doubled."""
+    trial.publish(message("b", 1, b"poison"), message("b", 2))
+    consume_all(worker := consumer_worker(trial.context, trial.topic, count_into_tallies))
+    set_back = sa.update(PROGRESS).where(PROGRESS.c.job.like("consumer/%")).values(position=0)
+    trial.context.store.transact(lambda tx: tx.execute(set_back) and None)
+    worker._positions.clear()
+    worker._shards.tick()
+    for _ in range(3):
+        worker.step()
+    store = trial.context.store
+    assert len(store.read(deadletters.listed)) == 2
+    assert deadletters.redrive(store, "trial", trial.topic, lambda tx, records: None, ordered=True).applied == 2
+    assert store.read(lambda tx: tx.execute(sa.select(sa.func.count()).select_from(PARKED_KEYS)).scalar_one()) == 0

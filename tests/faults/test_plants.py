@@ -103,8 +103,8 @@ def test_the_full_disk_catches_this_bug(plant: Plant, small_disk: Path, template
 
 WRITERS: dict[str, Callable[[Context], object]] = {
     "cursor polling: what commits later with a lower id is passed over": writers.late_commit,
-    # Of writers in a circle PostgreSQL ends one after a second.
-    "unsorted batch": lambda context: writers.crossing(context, transactions=3)[1],
+    # The more keys, the longer a statement takes its rows, and the surer two of them meet in a circle.
+    "unsorted batch": lambda context: writers.crossing(context, transactions=100, keys=300, until_tried_again=True)[1],
     "an increment that reads and then writes": lambda context: writers.hot_key(context)[0],
     "compare-and-set that does not compare": lambda context: writers.replacing(context, times=30),
 }

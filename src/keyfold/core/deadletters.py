@@ -4,6 +4,7 @@ A key with a dead letter has a gate row. The consumer parks later messages of th
 a redrive drains by updating and at last deleting it: whichever comes second finds the row changed and starts anew.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -14,7 +15,7 @@ from keyfold.core import audit
 from keyfold.core.errors import LostRace, NotFound, PartitionStopped, Unavailable
 from keyfold.core.store import Store, Transaction
 from keyfold.core.store.batch import Columns
-from keyfold.core.store.shapes import insert, load
+from keyfold.core.store.shapes import insert, insert_new, load
 from keyfold.core.tables import DEAD_LETTERS, PARKED_KEYS
 from keyfold.core.topics.topic import Message, Record
 
@@ -46,9 +47,9 @@ def park(tx: Transaction, consumer: str, topic: str, records: Sequence[Record]) 
     if not waiting:
         return list(records)
     parked = [record for record in records if record.message.key in waiting]
+    new = Counter(_insert(tx, consumer, topic, parked, PARKED, "waits behind an earlier message of its key", tries=0))
     for key in sorted(waiting):
-        _move_gate(tx, consumer, topic, key, sum(record.message.key == key for record in parked))
-    _insert(tx, consumer, topic, parked, PARKED, "waits behind an earlier message of its key", tries=0)
+        _move_gate(tx, consumer, topic, key, new[key])
     return [record for record in records if record.message.key not in waiting]
 
 
@@ -63,8 +64,7 @@ def set_aside(
     parked_keys_max: int | None,
 ) -> None:
     """Keep a poison message with its reason; with `parked_keys_max` its key waits from now on."""
-    _insert(tx, consumer, topic, [record], DEAD, reason, tries)
-    if parked_keys_max is None:
+    if not _insert(tx, consumer, topic, [record], DEAD, reason, tries) or parked_keys_max is None:
         return
     gates = sa.select(sa.func.count()).where(
         PARKED_KEYS.c.consumer == consumer,
@@ -243,7 +243,8 @@ def _this(letter: DeadLetter) -> tuple[sa.ColumnElement[bool], ...]:
 
 def _insert(
     tx: Transaction, consumer: str, topic: str, records: Sequence[Record], state: str, reason: str, tries: int
-) -> None:
+) -> list[str]:
+    """Keep the records; returns the keys of those that were not kept before (a consumer set back meets them again)."""
     count = len(records)
     columns: Columns = {
         "key": [record.message.key for record in records],
@@ -261,4 +262,4 @@ def _insert(
         "tries": [tries] * count,
         "set_aside_at_us": [tx.now_us] * count,
     }
-    insert(tx, DEAD_LETTERS, columns)
+    return [str(row[0]) for row in insert_new(tx, DEAD_LETTERS, columns)]

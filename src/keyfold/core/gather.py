@@ -159,7 +159,6 @@ class _Lane:
         self._limits = limits
         self._queue: deque[_Waiting] = deque()
         self._wake = threading.Event()
-        self._enough = 1  # requests that are worth waking up for
         self._closed = False
         self._items = metrics.GATHERED_ITEMS.labels(operation.name)
         self._seconds = metrics.GATHER_SECONDS.labels(operation.name)
@@ -175,7 +174,7 @@ class _Lane:
         if self._closed:
             raise Stopping("the server is stopping", retry_after_seconds=1)
         self._queue.append(waiting)
-        if len(self._queue) >= self._enough and not self._wake.is_set():
+        if not self._wake.is_set():
             self._wake.set()
 
     def close(self) -> None:
@@ -202,12 +201,9 @@ class _Lane:
                 self._wake.set()
 
     def _wait_for_company(self, expected: int) -> None:
-        """Sleep until as many are here, or it has taken long enough; looking again and again would hold up the loop."""
-        self._enough = expected
-        if len(self._queue) < expected:
-            self._wake.wait(self._limits.gather_wait_milliseconds_max / 1000)
-        self._enough = 1  # from here on every request is noticed: either now in the queue, or by a wake-up
-        self._wake.clear()
+        deadline = time.monotonic() + self._limits.gather_wait_milliseconds_max / 1000
+        while len(self._queue) < expected and time.monotonic() < deadline:
+            time.sleep(0.0002)
 
     def _take(self) -> list[_Waiting]:
         batch: list[_Waiting] = []

@@ -1,10 +1,11 @@
 """Logs: one line an event on stderr, JSON or text, with the request's id, and never a secret."""
 
+import contextlib
 import logging
 import re
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import TextIO
+from typing import TextIO, cast
 
 import msgspec
 import structlog
@@ -34,7 +35,7 @@ Processor = Callable[[object, str, Event], Event]
 
 def configure(settings: LogSettings, stream: TextIO | None = None) -> None:
     """Send our own events and those of the libraries to stderr; the libraries speak from warnings up."""
-    out = stream or sys.stderr
+    out = cast(TextIO, Unheard(stream or sys.stderr))
     level = logging.getLevelNamesMapping()[settings.level.upper()]
     render = _json if settings.form == "json" else _text(out)
     shared: list[Processor] = [
@@ -57,6 +58,25 @@ def configure(settings: LogSettings, stream: TextIO | None = None) -> None:
         )
     )
     logging.basicConfig(handlers=[handler], level=max(level, logging.WARNING), force=True)
+
+
+class Unheard:
+    """A stream whose reader may go away, or whose disk may fill: a line that nobody can read stops no work."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
 
 
 def redact(text: str) -> str:

@@ -65,34 +65,29 @@ class Serving:
         self._gatherer = Gatherer(context.store, context.limits)
         self._door: Door = create_app(context, self._gatherer)
         self._stop = asyncio.Event()
-        self.url = ""
 
     async def run(self) -> bool:
         """Serve, stop, close; whether all of it went as it should."""
-        self.url = address(self._listener)
+        url = address(self._listener)
         server = OnSocket(self._door, self._listener, self._context.limits)
         with _signals(self._signalled):
             serving = asyncio.create_task(server.serve())
-            await _answers(self.url, serving)
+            await _answers(url, serving)
             self._runner.start()
-            self._ready(f"Keyfold listens on {self.url}")
+            self._ready(f"Keyfold listens on {url}")
             stopped = asyncio.create_task(self._stop.wait())
             await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if not self._stop.is_set():
                 log.error("the server ended by itself", exc_info=serving.exception())
             return await self._end(server, serving) and self._stop.is_set()
 
-    def stop(self) -> None:
-        """As a signal does; for a server inside another program."""
-        self._stop.set()
-
     def _signalled(self, number: signal.Signals) -> None:
         if self._stop.is_set():
             log.warning("stopped at once by a second signal", signal=number.name)
             sys.stderr.flush()
             os._exit(128 + number)
-        log.info("stopping", signal=number.name)
         self._stop.set()
+        log.info("stopping", signal=number.name)
 
     async def _end(self, server: Server, serving: "asyncio.Task[None]") -> bool:
         seconds = float(self._context.settings.http.stop_seconds_max)

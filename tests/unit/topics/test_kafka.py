@@ -289,7 +289,7 @@ def test_messages_of_other_programs_are_read(server: KafkaServer, topic: str, so
     assert [record.message for record in read_all(source, 0)] == [
         Message(key="key", version=1, event_time_us=1_700_000_000_123_000, schema="", payload=b"plain"),
         Message(key="", version=2, event_time_us=1_000, schema="", payload=b""),
-        Message(key="\\xff\x00", version=3, event_time_us=2_000, schema="", payload=b""),
+        Message(key="\\xff\\x00", version=3, event_time_us=2_000, schema="", payload=b""),
     ]
 
 

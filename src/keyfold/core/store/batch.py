@@ -5,7 +5,7 @@ writers on PostgreSQL), aggregating keeps one key from standing twice in a state
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -74,6 +74,21 @@ def stored(table: sa.Table, columns: Columns) -> list[Sequence[Any]]:
             raise DataRefused(f"{table.name}.{name} cannot hold a NUL character")
         ready.append(values)
     return ready
+
+
+# A statement of PostgreSQL takes 65,535 parameters; arrays and JSON are one parameter a column or a batch.
+PARAMETERS_MAX = 65_000
+
+
+def slices(tx: Transaction, columns: Columns) -> Iterator[Columns]:
+    """The batch in pieces that fit into one statement, in order; one piece unless it is rendered as VALUES."""
+    count = len(next(iter(columns.values())))
+    size = count if tx.is_sqlite or tx.engine.unnest else PARAMETERS_MAX // len(columns)
+    if count <= size:
+        yield columns
+        return
+    for start in range(0, count, size):
+        yield {name: values[start : start + size] for name, values in columns.items()}
 
 
 def source(tx: Transaction, table: sa.Table, columns: Columns) -> tuple[str, Any]:

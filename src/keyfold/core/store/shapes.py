@@ -45,10 +45,13 @@ def increment(
         marks = ", ".join("?" * len(rows))
         tx.driver(f"{_into(table, tuple(rows))} VALUES ({marks}) {_add_up(table, how, True)}", values)
         return load(tx, table, {name: rows[name] for name in key}, returning) if returning else {}
-    rendered, parameters = batch.source(tx, table, rows)
     answer = f" RETURNING {_qualified(table, (*key, *returning))}" if returning else ""
-    result = tx.driver(f"{_into(table, tuple(rows))} {rendered} {_add_up(table, how, False)}{answer}", parameters)
-    return _by_key(result, table, key, returning) if returning else {}
+    after: dict[Row, Row] = {}
+    for piece in batch.slices(tx, rows):
+        rendered, parameters = batch.source(tx, table, piece)
+        result = tx.driver(f"{_into(table, tuple(rows))} {rendered} {_add_up(table, how, False)}{answer}", parameters)
+        after |= _by_key(result, table, key, returning) if returning else {}
+    return after
 
 
 def insert_new(tx: Transaction, table: sa.Table, columns: Columns) -> set[Row]:
@@ -60,11 +63,14 @@ def insert_new(tx: Transaction, table: sa.Table, columns: Columns) -> set[Row]:
     rows = batch.in_key_order(columns, key)
     if not rows[key[0]]:
         return set()
-    rendered, parameters = batch.source(tx, table, rows)
-    result = tx.driver(
-        f"{_into(table, tuple(rows))} {rendered} ON CONFLICT DO NOTHING RETURNING {', '.join(key)}", parameters
-    )
-    return set(_by_key(result, table, key, ()))
+    new: set[Row] = set()
+    for piece in batch.slices(tx, rows):
+        rendered, parameters = batch.source(tx, table, piece)
+        result = tx.driver(
+            f"{_into(table, tuple(rows))} {rendered} ON CONFLICT DO NOTHING RETURNING {', '.join(key)}", parameters
+        )
+        new |= set(_by_key(result, table, key, ()))
+    return new
 
 
 def insert(tx: Transaction, table: sa.Table, columns: Columns) -> None:
@@ -76,8 +82,9 @@ def insert(tx: Transaction, table: sa.Table, columns: Columns) -> None:
     if tx.is_sqlite:
         values = list(zip(*batch.stored(table, rows), strict=True))
         tx.driver(f"{_into(table, tuple(rows))} VALUES ({', '.join('?' * len(rows))})", values)
-    else:
-        rendered, parameters = batch.source(tx, table, rows)
+        return
+    for piece in batch.slices(tx, rows):
+        rendered, parameters = batch.source(tx, table, piece)
         tx.driver(f"{_into(table, tuple(rows))} {rendered}", parameters)
 
 
@@ -87,14 +94,17 @@ def load(tx: Transaction, table: sa.Table, keys: Columns, wanted: Sequence[str])
     key = key_names(table)
     if not next(iter(keys.values())):
         return {}
-    rendered, parameters = batch.source(tx, table, keys)
     joined = " AND ".join(f"{table.name}.{name} = batch.{name}" for name in keys)
-    result = tx.driver(
-        f"SELECT {_qualified(table, (*key, *wanted))} FROM ({rendered}) AS batch{_alias(tx, keys)}"
-        f" JOIN {table.name} ON {joined}",
-        parameters,
-    )
-    return _by_key(result, table, key, wanted)
+    found: dict[Row, Row] = {}
+    for piece in batch.slices(tx, keys):
+        rendered, parameters = batch.source(tx, table, piece)
+        result = tx.driver(
+            f"SELECT {_qualified(table, (*key, *wanted))} FROM ({rendered}) AS batch{_alias(tx, keys)}"
+            f" JOIN {table.name} ON {joined}",
+            parameters,
+        )
+        found |= _by_key(result, table, key, wanted)
+    return found
 
 
 def locking_load(tx: Transaction, table: sa.Table, keys: Columns, wanted: Sequence[str]) -> dict[Row, Row]:
@@ -106,16 +116,19 @@ def locking_load(tx: Transaction, table: sa.Table, keys: Columns, wanted: Sequen
     ordered = batch.in_key_order(keys, key)
     if not ordered[key[0]]:
         return {}
-    rendered, parameters = batch.source(tx, table, ordered)
     joined = " AND ".join(f"{table.name}.{name} = batch.{name}" for name in key)
-    result = tx.driver(
-        f"UPDATE {table.name} SET {VERSION} = {table.name}.{VERSION} + 1"
-        f" FROM (SELECT * FROM ({rendered}) AS listed{_alias(tx, ordered)}"
-        f" ORDER BY {_in_order(tx, table, key)}) AS batch"
-        f" WHERE {joined} RETURNING {_qualified(table, (*key, *wanted))}",
-        parameters,
-    )
-    return _by_key(result, table, key, wanted)
+    found: dict[Row, Row] = {}
+    for piece in batch.slices(tx, ordered):
+        rendered, parameters = batch.source(tx, table, piece)
+        result = tx.driver(
+            f"UPDATE {table.name} SET {VERSION} = {table.name}.{VERSION} + 1"
+            f" FROM (SELECT * FROM ({rendered}) AS listed{_alias(tx, ordered)}"
+            f" ORDER BY {_in_order(tx, table, key)}) AS batch"
+            f" WHERE {joined} RETURNING {_qualified(table, (*key, *wanted))}",
+            parameters,
+        )
+        found |= _by_key(result, table, key, wanted)
+    return found
 
 
 def compare_and_set(tx: Transaction, table: sa.Table, columns: Columns) -> None:
@@ -153,9 +166,12 @@ def delete(tx: Transaction, table: sa.Table, keys: Columns) -> int:
     if not next(iter(keys.values())):
         return 0
     key = [name for name in key_names(table) if name in keys]
-    rendered, parameters = batch.source(tx, table, batch.in_key_order(keys, key))
-    listed = f"SELECT {', '.join(key)} FROM ({rendered}) AS batch{_alias(tx, dict.fromkeys(key, ()))}"
-    return tx.driver(f"DELETE FROM {table.name} WHERE ({', '.join(key)}) IN ({listed})", parameters).rowcount
+    removed = 0
+    for piece in batch.slices(tx, batch.in_key_order(keys, key)):
+        rendered, parameters = batch.source(tx, table, piece)
+        listed = f"SELECT {', '.join(key)} FROM ({rendered}) AS batch{_alias(tx, dict.fromkeys(key, ()))}"
+        removed += tx.driver(f"DELETE FROM {table.name} WHERE ({', '.join(key)}) IN ({listed})", parameters).rowcount
+    return removed
 
 
 def next_numbers(tx: Transaction, name: str, count: int) -> Sequence[int]:
@@ -176,8 +192,11 @@ def _insert_counted(tx: Transaction, table: sa.Table, rows: Mapping[str, Sequenc
     if tx.is_sqlite:
         values = list(zip(*batch.stored(table, rows), strict=True))
         return tx.driver(f"{into} VALUES ({', '.join('?' * len(rows))}) ON CONFLICT DO NOTHING", values).rowcount
-    rendered, parameters = batch.source(tx, table, rows)
-    return tx.driver(f"{into} {rendered} ON CONFLICT DO NOTHING", parameters).rowcount
+    inserted = 0
+    for piece in batch.slices(tx, rows):
+        rendered, parameters = batch.source(tx, table, piece)
+        inserted += tx.driver(f"{into} {rendered} ON CONFLICT DO NOTHING", parameters).rowcount
+    return inserted
 
 
 def _update_counted(
@@ -191,12 +210,15 @@ def _update_counted(
         where = " AND ".join(f"{name} = ?" for name in matched)
         values = list(zip(*batch.stored(table, ordered), strict=True))
         return tx.driver(f"UPDATE {table.name} SET {changes} WHERE {where}", values).rowcount
-    rendered, parameters = batch.source(tx, table, rows)
     changes = ", ".join([*(f"{name} = batch.{name}" for name in body), *([extra] if extra else [])])
     where = " AND ".join(f"{table.name}.{name} = batch.{name}" for name in matched)
-    return tx.driver(
-        f"UPDATE {table.name} SET {changes} FROM ({rendered}) AS batch{_alias(tx, rows)} WHERE {where}", parameters
-    ).rowcount
+    changed = 0
+    for piece in batch.slices(tx, rows):
+        rendered, parameters = batch.source(tx, table, piece)
+        changed += tx.driver(
+            f"UPDATE {table.name} SET {changes} FROM ({rendered}) AS batch{_alias(tx, rows)} WHERE {where}", parameters
+        ).rowcount
+    return changed
 
 
 def _by_key(result: sa.CursorResult[Any], table: sa.Table, key: Sequence[str], wanted: Sequence[str]) -> dict[Row, Row]:

@@ -95,7 +95,7 @@ class Store:
         limits = limits or Limits()
         try:
             parsed = sa.make_url(url)
-        except sa.exc.ArgumentError:
+        except (sa.exc.ArgumentError, ValueError):
             raise StoreRefused(
                 "this is not the URL of a store", hint="Write sqlite:///FILE or postgresql://…"
             ) from None
