@@ -466,8 +466,8 @@ def test_what_is_under_way_is_answered_and_nothing_new_is_taken(start_trial: Sta
         thread.start()
         return thread
 
-    asked = [ask("GET", "/v1/slow?seconds=2"), ask("POST", "/v1/slow", json={"items": [{"key": "a"}]})]
-    time.sleep(0.5)
+    asked = [ask("GET", "/v1/slow?seconds=4"), ask("POST", "/v1/slow", json={"items": [{"key": "a"}]})]
+    time.sleep(1)
     served.signal()
     time.sleep(0.5)
     with pytest.raises(OSError, match="refused"):
@@ -486,7 +486,7 @@ def test_a_stop_ends_in_time_and_tells_those_it_cannot_wait_for(start_trial: Sta
     answers: list[requests.Response] = []
     asked = threading.Thread(target=lambda: answers.append(served.call("GET", "/v1/slow?seconds=25", token)))
     asked.start()
-    time.sleep(0.5)
+    time.sleep(1)
     started = time.monotonic()
     served.signal()
     assert served.wait() == 1
@@ -507,7 +507,7 @@ def test_a_second_signal_stops_at_once(start_trial: Start, tmp_path: Path) -> No
 
     asked = threading.Thread(target=ask)
     asked.start()
-    time.sleep(0.5)
+    time.sleep(1)
     served.signal()
     time.sleep(0.3)
     served.signal()

@@ -224,7 +224,9 @@ def _from_environment(kinds: Mapping[str, type[Struct]], environ: Mapping[str, s
 
 
 # Read by the command line and by tests, not settings of the product.
-ENVIRONMENT_ONLY = frozenset({"KEYFOLD_CONFIG", "KEYFOLD_FAULTS", "KEYFOLD_TOKEN", "KEYFOLD_URL", "KEYFOLD_CITUS_URL"})
+ENVIRONMENT_ONLY = frozenset(
+    {"KEYFOLD_CONFIG", "KEYFOLD_CITUS_URL", "KEYFOLD_FAULTS", "KEYFOLD_FAULTS_ROTATION", "KEYFOLD_FAULTS_SEED"}
+)
 
 
 def _from_text(text: str) -> object:

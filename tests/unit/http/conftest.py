@@ -118,6 +118,12 @@ class Caller:
             sent[0]["status"], {name.decode(): value.decode() for name, value in sent[0]["headers"]}, sent[1]["body"]
         )
 
+    def stand_still(self) -> None:
+        """No bucket refills any more, so that a slow machine does not make more room than a fast one."""
+        guards = self.door._guards
+        for rates in (guards.rates, guards.access._refusals):
+            rates._clock = lambda now=rates._clock(): now
+
     def value(self, key: str) -> int:
         return self.context.store.read(lambda tx: trial.rows(tx, [key]))[key].value
 

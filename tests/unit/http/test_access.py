@@ -170,18 +170,18 @@ def test_an_address_that_tries_too_many_gets_429_and_the_store_is_left_alone(
     open_caller: Open, looks: list[str]
 ) -> None:
     caller = open_caller(limits_refusals_per_second_max=5)
+    caller.stand_still()
     answers = [caller("GET", "/v1/trials/a", token=f"kf_000000000000_{number}") for number in range(40)]
-    assert [answer.status for answer in answers[:5]] == [401] * 5
-    assert {answer.status for answer in answers[6:]} <= {401, 429}
-    assert sum(answer.status == 429 for answer in answers) >= 30
+    assert [answer.status for answer in answers] == [401] * 5 + [429] * 35
     assert answers[-1].slug == "rate-exceeded"
     assert int(answers[-1].headers["retry-after"]) >= 1
-    assert len(looks) <= 10
+    assert len(looks) == 5
 
 
 @pytest.mark.spec("CORE-16")
 def test_a_known_token_works_on_beside_a_flood_from_its_own_address(open_caller: Open, later: Later) -> None:
     caller = open_caller(limits_refusals_per_second_max=5)
+    caller.stand_still()
     assert caller("GET", "/v1/trials/a").status == 200
     later.ahead = door_access.ACCESS_CACHE_SECONDS + 0.1  # it must be looked up again
     for number in range(20):
@@ -192,6 +192,7 @@ def test_a_known_token_works_on_beside_a_flood_from_its_own_address(open_caller:
 @pytest.mark.spec("CORE-16")
 def test_a_flood_from_one_address_does_not_touch_another(open_caller: Open) -> None:
     caller = open_caller(limits_refusals_per_second_max=5)
+    caller.stand_still()
     for number in range(20):
         caller("GET", "/v1/trials/a", token=f"kf_000000000000_{number}", remote="2001:db8:1:2::1")
     assert caller("GET", "/x", token="kf_000000000000_a", remote="2001:db8:1:2:ffff::9").status == 429

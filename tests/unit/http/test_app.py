@@ -142,8 +142,8 @@ def test_while_stopping_every_answer_closes_its_connection(caller: Caller) -> No
 @pytest.mark.spec("CORE-20")
 def test_what_cannot_end_in_time_is_told_that_the_server_stops(caller: Caller) -> None:
     async def scenario() -> Any:
-        call = asyncio.create_task(caller.call("GET", "/v1/slow?seconds=1"))
-        await asyncio.sleep(0.2)
+        call = asyncio.create_task(caller.call("GET", "/v1/slow?seconds=3"))
+        await asyncio.sleep(0.5)
         caller.door.end_all()
         return await call
 
@@ -172,11 +172,11 @@ def test_no_answer_may_be_kept_or_taken_for_another_type(caller: Caller) -> None
 @pytest.mark.spec("CORE-16")
 def test_a_client_beyond_its_rate_gets_429_while_others_go_on(open_caller: Open) -> None:
     caller = open_caller(limits_requests_per_second_max=5)
+    caller.stand_still()
     other = access.create(caller.context.store, "other", ["read"])
     statuses = [caller("GET", "/v1/trials/a").status for _ in range(8)]
     refused = caller("GET", "/nowhere")
-    assert statuses[:5] == [200] * 5
-    assert 429 in statuses
+    assert statuses == [200] * 5 + [429] * 3
     assert (refused.status, refused.slug) == (429, "rate-exceeded")
     assert int(refused.headers["retry-after"]) >= 1
     assert caller("GET", "/v1/trials/a", token=other).status == 200

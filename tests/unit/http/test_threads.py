@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 
 import pytest
 import structlog
@@ -27,27 +26,30 @@ def test_a_function_runs_in_a_thread_with_the_context_of_its_request() -> None:
 
 def test_beyond_the_queue_a_request_is_refused_at_once() -> None:
     async def main() -> list[object]:
-        threads = Threads(2, 3)
-        calls = [threads.run(lambda: time.sleep(0.2)) for _ in range(8)]
+        threads, leave = Threads(2, 3), threading.Event()
+        calls = [asyncio.create_task(threads.run(leave.wait)) for _ in range(8)]
+        await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        leave.set()
         return await asyncio.gather(*calls, return_exceptions=True)
 
     outcomes = asyncio.run(main())
-    assert [type(outcome) for outcome in outcomes] == [type(None)] * 5 + [QueueFull] * 3
+    assert [type(outcome) for outcome in outcomes] == [bool] * 5 + [QueueFull] * 3
 
 
 def test_the_place_of_a_caller_that_went_away_is_free_again_when_its_thread_is() -> None:
     async def main() -> None:
-        threads = Threads(1, 1)
-        running = asyncio.create_task(threads.run(lambda: time.sleep(0.2)))
-        waiting = asyncio.create_task(threads.run(lambda: time.sleep(0.2)))
+        threads, leave = Threads(1, 1), threading.Event()
+        running = asyncio.create_task(threads.run(leave.wait))
+        waiting = asyncio.create_task(threads.run(leave.wait))
         await asyncio.sleep(0.05)
         running.cancel()
         waiting.cancel()
-        await asyncio.sleep(0)
+        await asyncio.wait({running, waiting})
         with pytest.raises(QueueFull):
             await asyncio.gather(*(threads.run(lambda: None) for _ in range(2)))
-        await asyncio.sleep(0.3)
-        assert await threads.run(lambda: 7) == 7
+        leave.set()
+        await asyncio.to_thread(threads._pool.shutdown)  # what still runs has ended
+        await asyncio.sleep(0.01)
         assert threads._taken == 0
 
     asyncio.run(main())

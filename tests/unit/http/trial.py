@@ -131,7 +131,7 @@ def routes(context: Context) -> list[Route]:
         return Echo("awake")
 
     def slow_write(tx: Transaction, asks: Sequence[Ask]) -> list[Outcome]:
-        time.sleep(0.5)
+        time.sleep(1.5)
         return add(tx, asks)
 
     def broken(ask: Ask) -> Outcome:
