@@ -225,7 +225,7 @@ def _from_environment(kinds: Mapping[str, type[Struct]], environ: Mapping[str, s
 
 # Read by the command line and by tests, not settings of the product.
 ENVIRONMENT_ONLY = frozenset(
-    {"KEYFOLD_CONFIG", "KEYFOLD_CITUS_URL", "KEYFOLD_FAULTS", "KEYFOLD_FAULTS_ROTATION", "KEYFOLD_FAULTS_SEED"}
+    f"KEYFOLD_{name}" for name in ("CONFIG", "TOKEN", "URL", "CITUS_URL", "FAULTS", "FAULTS_ROTATION", "FAULTS_SEED")
 )
 
 
