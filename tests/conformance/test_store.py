@@ -169,7 +169,7 @@ def test_a_value_that_does_not_fit_is_refused_and_nothing_changes(store: Store, 
 @pytest.mark.spec("CORE-14")
 def test_an_addition_that_overflows_64_bits_is_refused(store: Store) -> None:
     store.transact(add(["a"], 2**63 - 1))
-    with pytest.raises(DataRefused):
+    with pytest.raises(DataRefused, match="does not fit in 64 bits"):
         store.transact(add(["a"], 1))
     assert values(store) == {"a": 2**63 - 1}
 
@@ -326,4 +326,9 @@ def test_a_transaction_that_runs_too_long_is_rolled_back(store_url: str) -> None
     with pytest.raises(StoreBusy, match="longer than 1 seconds"):
         store.transact(slow)
     assert values(store) == {}
+    store.close()
+
+
+def test_closing_twice_is_harmless(store: Store) -> None:
+    store.close()
     store.close()

@@ -166,7 +166,7 @@ def description(annotation: object) -> str:
 
 def redacted(text: str) -> str:
     """The text with the password of every URL in it blotted out."""
-    return re.sub(r"(://[^:/@\s]*:)[^@\s]*@", r"\1***@", text)
+    return re.sub(r"(://[^:/@\s]*:)\S*@", r"\1***@", text)
 
 
 def _validated(

@@ -131,6 +131,7 @@ def test_variables_of_others_and_of_the_command_line_are_no_settings() -> None:
     ("text", "shown"),
     [
         ("postgresql://ann:secret@host:5432/db", "postgresql://ann:***@host:5432/db"),
+        ("postgresql://ann:se@cret@host/db", "postgresql://ann:***@host/db"),
         ("postgresql://:secret@host/db", "postgresql://:***@host/db"),
         ("postgresql://ann:s/e:c@host/db", "postgresql://ann:***@host/db"),
         ("sqlite:///keyfold.db", "sqlite:///keyfold.db"),

@@ -111,6 +111,8 @@ class PostgresEngine:
             return StoreUnreachable(text)
         if state in {"28P01", "28000", "3D000", "42501"}:
             return StoreRefused(text, hint="Look at store.url")
+        if state == "22003":
+            return DataRefused("a number does not fit in 64 bits")
         if state[:2] in {"22", "23"} or isinstance(error, sa.exc.DataError):
             return DataRefused(text)
         if not state and isinstance(error, sa.exc.OperationalError):

@@ -124,6 +124,8 @@ class SqliteEngine:
             return StoreRefused(f"the store's file cannot be written: {text}", hint=f"Look at {self.path}")
         if primary in {11, 26}:  # CORRUPT, NOTADB
             return StoreRefused(f"{self.path} is not a sound SQLite file: {text}")
+        if "cannot store REAL value in INTEGER column" in text:  # a sum beyond 64 bits turns into a float
+            return DataRefused("a number does not fit in 64 bits", place=text.rpartition(" ")[2])
         if isinstance(error, sa.exc.IntegrityError | sa.exc.DataError) or primary in {18, 19, 20}:
             return DataRefused(text)
         return None
@@ -169,8 +171,10 @@ class Turnstile:
         self._threads.release()
 
     def close(self) -> None:
-        os.close(self._next)
-        os.close(self._writer)
+        for descriptor in (self._next, self._writer):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._next = self._writer = -1
 
     def _lock(self, descriptor: int, deadline: float) -> None:
         while True:
