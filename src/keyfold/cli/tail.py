@@ -1,7 +1,7 @@
 """Reading a topic for a person: from a place on, the partitions merged by event time, and on as messages come."""
 
 import heapq
-import time
+import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -70,16 +70,16 @@ def last(source: Source, starts: dict[int, int], count: int) -> Iterator[Record]
     yield from deque(until_now(source, starts), maxlen=count)
 
 
-def from_now_on(source: Source, starts: dict[int, int]) -> Iterator[Record]:
-    """What comes, as it comes, without an end."""
-    while True:
+def from_now_on(source: Source, starts: dict[int, int], stopping: threading.Event) -> Iterator[Record]:
+    """What comes, as it comes, until told to stop."""
+    while not stopping.is_set():
         fresh = [record for partition in starts for record in source.fetch(partition, starts[partition], PAGE, 0.0)]
         for record in sorted(fresh, key=lambda record: record.message.event_time_us):
             yield record
         for record in fresh:
             starts[record.partition] = max(starts[record.partition], record.position + 1)
         if not fresh:
-            time.sleep(IDLE_SECONDS)
+            stopping.wait(IDLE_SECONDS)
 
 
 def _partition(source: Source, partition: int, starts: dict[int, int], end: int) -> Iterator[Record]:

@@ -11,6 +11,7 @@ from keyfold.cli import tail as reading
 from keyfold.cli.output import Answer, printable
 from keyfold.cli.overview import ConsumerState, overview
 from keyfold.cli.session import WrongUsage, actor, session_of
+from keyfold.cli.signals import stop_on_signals
 from keyfold.cli.times import iso, moment_us
 from keyfold.core import deadletters, replay
 from keyfold.core.context import Context
@@ -97,8 +98,11 @@ def tail(
     first = reading.last(source, starts, 10 if last is None else last) if is_last else reading.until_now(source, starts)
     for record in first:
         yield Answer(data=reading.shown(record), lines=[reading.line(record)])
-    for record in reading.from_now_on(source, starts) if follow else ():
-        yield Answer(data=reading.shown(record), lines=[reading.line(record)])
+    if follow:
+        # Noted, not raised: an interrupt inside a look at the store would leave a torn connection and a traceback.
+        for record in reading.from_now_on(source, starts, stop_on_signals()):
+            yield Answer(data=reading.shown(record), lines=[reading.line(record)])
+        raise KeyboardInterrupt
 
 
 @app.command(name="replay")

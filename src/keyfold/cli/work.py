@@ -1,10 +1,7 @@
 """`keyfold work`: the workers' loops in the foreground, until told to stop."""
 
 import os
-import signal
-import threading
 from collections.abc import Iterator
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -12,6 +9,7 @@ import typer
 from keyfold.cli.output import Answer
 from keyfold.cli.run import safe
 from keyfold.cli.session import session_of
+from keyfold.cli.signals import stop_on_signals
 from keyfold.core.errors import Unavailable
 from keyfold.core.loops import Runner, run_until_idle
 from keyfold.core.workers import chosen, loops
@@ -41,7 +39,7 @@ def work(
         run_until_idle(made)
         yield Answer(data={"event": "idle", "parts": names}, lines=["Nothing is left to do."])
         return
-    stopping = _stop_on_signals()
+    stopping = stop_on_signals()
     runner = Runner(made)
     runner.start()
     url = safe(context.settings.store.url)
@@ -69,16 +67,3 @@ def _stop(runner: Runner, seconds_max: int) -> None:
         raise Unavailable(
             f"not every loop ended within {seconds_max} seconds", hint="What they hold is free when its lease ends"
         )
-
-
-def _stop_on_signals() -> threading.Event:
-    stopping = threading.Event()
-
-    def stop(number: int, _: FrameType | None) -> None:
-        if stopping.is_set():
-            os._exit(128 + number)
-        stopping.set()
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
-    return stopping
