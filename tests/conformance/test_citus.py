@@ -347,3 +347,12 @@ def _shard(store: Store, key: str) -> int:
             ).scalar_one()
         )
     )
+
+
+@pytest.mark.spec("CORE-04", "ECO-05")
+def test_a_batch_with_more_parameters_than_a_statement_takes_is_applied_whole(store: Store) -> None:
+    keys = [f"k{number}" for number in range(40_000)]
+    for expected in (1, 2):
+        after = store.transact(lambda tx: increment(tx, TALLIES, _tallies(keys, 1), returning=["value"]))
+        assert set(after.values()) == {(expected,)}
+        assert len(after) == len(keys)

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.timeout(TIMEOUT_SECONDS),
 ]
 
-SEEDS, SEEDS_LONG = 250, 20_000
+SEEDS, SEEDS_LONG = 1_000, 20_000
 # Split, so that several test processes share the work.
 SHARES = 4
 
