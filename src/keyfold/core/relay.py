@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import sqlalchemy as sa
 import structlog
 
 from keyfold.core import metrics, progress
@@ -108,10 +107,10 @@ class Relay:
         if not counts:
             return False
 
-        def work(tx: Transaction) -> dict[int, int]:
+        def work(tx: Transaction) -> dict[int, int | None]:
             for partition, count in counts.items():
                 self._advance(tx, partition, count)
-            return {partition: self._number_oldest(tx, partition, count) for partition, count in counts.items()}
+            return {each: self._number_oldest(tx, each, count, looked_at) for each, count in counts.items()}
 
         for partition, last_id in self._store.transact(work, name="relay").items():
             self._published(partition, counts[partition], last_id, looked_at)
@@ -140,20 +139,22 @@ class Relay:
         place = self._places[partition]
         progress.advance(tx, self._job, partition, place.ticket, place.done, place.done + count)
 
-    def _published(self, partition: int, count: int, last_id: int, looked_at: float) -> None:
+    def _published(self, partition: int, count: int, last_id: int | None, looked_at: float) -> None:
         place = self._places[partition]
         place.done += count
-        place.hint.published(last_id, looked_at)
+        if last_id is not None:
+            place.hint.published(last_id, looked_at)
         metrics.RELAYED.labels(self._topic).inc(count)
         self._ring(f"published/{self._topic}")
 
     def _counts_pending(self, tx: Transaction, partitions: list[int]) -> dict[int, int]:
         """How many messages wait in each partition, up to a batch; those without any are left out."""
-        counts = {each: int(tx.execute(_COUNT_PENDING, self._oldest(each)).scalar_one()) for each in partitions}
+        sql = _count_sql(_mark(tx))
+        counts = {each: int(tx.driver(sql, self._oldest(each)).scalar_one()) for each in partitions}
         return {partition: count for partition, count in counts.items() if count}
 
     def _pending(self, tx: Transaction, partition: int) -> list[Pending]:
-        rows: Sequence[Any] = tx.execute(_PENDING, self._oldest(partition)).all()
+        rows: Sequence[Any] = tx.driver(_pending_sql(_mark(tx)), self._oldest(partition)).all()
         return [
             Pending(
                 row_id,
@@ -162,12 +163,11 @@ class Relay:
             for row_id, key, kind, version, time_us, schema, payload in rows
         ]
 
-    def _oldest(self, partition: int) -> dict[str, object]:
-        after_id = self._places[partition].hint.id
-        return {"t": self._topic, "p": partition, "after_id": after_id, "count_max": self._limits.relay_batch_max}
+    def _oldest(self, partition: int) -> tuple[object, ...]:
+        return (self._topic, partition, self._places[partition].hint.id, self._limits.relay_batch_max)
 
-    def _number_oldest(self, tx: Transaction, partition: int, count: int) -> int:
-        """Number exactly as many as the guard row was moved by, and return the id of the last.
+    def _number_oldest(self, tx: Transaction, partition: int, count: int, looked_at: float) -> int | None:
+        """Number exactly as many as the guard row was moved by; returns the id of the last where the hint is due.
 
         They were counted before: one with a lower id that came since takes the place of a younger one.
         """
@@ -176,7 +176,10 @@ class Relay:
         numbered = tx.driver(_number_sql(tx), parameters).rowcount
         if numbered != count:
             raise LostRace(f"{count - numbered} messages vanished while they were published")
-        return int(tx.execute(_ID_AT, {"t": self._topic, "p": partition, "at": place.done + count - 1}).scalar_one())
+        if not place.hint.is_due(looked_at):
+            return None
+        last = (self._topic, partition, place.done + count - 1)
+        return int(tx.driver(_id_sql(_mark(tx)), last).scalar_one())
 
     def _mark(self, tx: Transaction, partition: int, pending: list[Pending], positions: list[int]) -> None:
         marked = update(
@@ -195,9 +198,12 @@ class Relay:
             raise LostRace(f"{len(pending) - marked} messages vanished while they were published")
 
     def _published_at(self, tx: Transaction, partition: int) -> int:
-        """Publication times grow with positions, whatever the clock does."""
-        last = tx.execute(_LAST_PUBLISHED_AT, {"t": self._topic, "p": partition}).scalar() or 0
-        return max(tx.now_us, last)
+        """Publication times grow with positions, whatever the clock does; nobody else publishes under our ticket."""
+        place = self._places[partition]
+        if place.published_at_us is None:
+            place.published_at_us = tx.driver(_last_time_sql(_mark(tx)), (self._topic, partition)).scalar() or 0
+        place.published_at_us = max(tx.now_us, place.published_at_us)
+        return place.published_at_us
 
 
 class _Place:
@@ -207,6 +213,7 @@ class _Place:
         self.ticket = ticket
         self.done = done
         self.hint = hint
+        self.published_at_us: int | None = None  # of the last message; unknown until the first that we publish
 
 
 class _Hint:
@@ -221,43 +228,47 @@ class _Hint:
         self._seen: deque[tuple[float, int]] = deque()
         self.id = -1
 
+    def is_due(self, looked_at: float) -> bool:
+        """Whether it is worth finding out up to where everything is out: once a second is enough."""
+        return not self._seen or looked_at - self._seen[-1][0] >= 1.0
+
     def published(self, up_to_id: int, looked_at: float) -> None:
         """Everything visible at `looked_at` with an id up to this one is out."""
-        if not self._seen or looked_at - self._seen[-1][0] >= 1.0:
+        if self.is_due(looked_at):
             self._seen.append((looked_at, up_to_id))
         while self._seen and looked_at - self._seen[0][0] > self._seconds:
             self.id = max(self.id, min(self._seen.popleft()[1], up_to_id))
 
 
-_HERE = (MESSAGES.c.topic == sa.bindparam("t"), MESSAGES.c.partition == sa.bindparam("p"))
+def _mark(tx: Transaction) -> str:
+    return "?" if tx.is_sqlite else "%s"
 
-_PENDING = (
-    sa.select(
-        MESSAGES.c.id,
-        MESSAGES.c.key,
-        MESSAGES.c.kind,
-        MESSAGES.c.version,
-        MESSAGES.c.event_time_us,
-        MESSAGES.c.schema_name,
-        MESSAGES.c.payload,
+
+def _pending_sql(mark: str, wanted: str = "id, key, kind, version, event_time_us, schema_name, payload") -> str:
+    return (
+        f"SELECT {wanted} FROM messages"
+        f" WHERE topic = {mark} AND partition = {mark} AND position IS NULL AND id > {mark} ORDER BY id LIMIT {mark}"
     )
-    .where(*_HERE, MESSAGES.c.position.is_(None), MESSAGES.c.id > sa.bindparam("after_id"))
-    .order_by(MESSAGES.c.id)
-    .limit(sa.bindparam("count_max"))
-)
-_COUNT_PENDING = sa.select(sa.func.count()).select_from(_PENDING.with_only_columns(MESSAGES.c.id).subquery())
-_ID_AT = sa.select(MESSAGES.c.id).where(*_HERE, MESSAGES.c.position == sa.bindparam("at"))
-_LAST_PUBLISHED_AT = (
-    sa.select(MESSAGES.c.published_at_us)
-    .where(*_HERE, MESSAGES.c.position.is_not(None))
-    .order_by(MESSAGES.c.position.desc())
-    .limit(1)
-)
+
+
+def _count_sql(mark: str) -> str:
+    return f"SELECT count(*) FROM ({_pending_sql(mark, 'id')}) AS oldest"
+
+
+def _id_sql(mark: str) -> str:
+    return f"SELECT id FROM messages WHERE topic = {mark} AND partition = {mark} AND position = {mark}"
+
+
+def _last_time_sql(mark: str) -> str:
+    return (
+        "SELECT published_at_us FROM messages"
+        f" WHERE topic = {mark} AND partition = {mark} AND position IS NOT NULL ORDER BY position DESC LIMIT 1"
+    )
 
 
 def _number_sql(tx: Transaction) -> str:
     """Positions for the oldest pending messages of a partition, in the order of their ids."""
-    return _number_by("?", ("rowid",)) if tx.is_sqlite else _number_by("%s", key_names(MESSAGES))
+    return _number_by(_mark(tx), ("rowid",) if tx.is_sqlite else key_names(MESSAGES))
 
 
 @cache
@@ -266,8 +277,6 @@ def _number_by(mark: str, row: tuple[str, ...]) -> str:
     joined = " AND ".join(f"messages.{name} = oldest.this_{name}" for name in row)
     return (
         f"UPDATE messages SET position = {mark} + oldest.place - 1, published_at_us = {mark}"
-        f" FROM (SELECT {picked}, row_number() OVER (ORDER BY id) AS place FROM messages"
-        f" WHERE topic = {mark} AND partition = {mark} AND position IS NULL AND id > {mark}"
-        f" ORDER BY id LIMIT {mark}) AS oldest"
+        f" FROM ({_pending_sql(mark, f'{picked}, row_number() OVER (ORDER BY id) AS place')}) AS oldest"
         f" WHERE {joined}"
     )
