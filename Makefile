@@ -5,7 +5,7 @@ UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 BIN := .venv/bin
 STAMP := .venv/.locked
 
-.PHONY: help install run test check bench faults docs lock servers clean
+.PHONY: help install run test check bench faults docs proto lock servers clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -36,11 +36,15 @@ faults: install servers ## the long fault runs
 	KEYFOLD_FAULTS=long $(BIN)/pytest tests/faults --timeout 0
 
 bench: install servers ## every benchmark, with its peers in the same run
-	$(UV) pip install --quiet --python $(BIN)/python fastapi uvicorn
+	$(UV) pip install --quiet --python $(BIN)/python fastapi uvicorn redis
+	bash bench/install
 	$(BIN)/python -m bench
 
 docs: install    ## the reference, from the code
 	$(BIN)/python -m tools.reference
+
+proto: install   ## the messages, from their .proto file
+	$(BIN)/python -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src src/keyfold/counters/messages.proto
 
 lock: $(UV)      ## resolve the dependencies anew
 	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --all-extras --group dev -o requirements.lock pyproject.toml

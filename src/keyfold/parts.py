@@ -1,9 +1,11 @@
 """The parts of the product, in the order of its documentation. A new part is one line here."""
 
 from keyfold.core.part import Part
+from keyfold.counters.part import PART as COUNTERS
+from keyfold.profiles.part import PART as PROFILES
 from keyfold.tally.part import PART as TALLY
 
-PARTS: tuple[Part, ...] = (TALLY,)
+PARTS: tuple[Part, ...] = (COUNTERS, PROFILES, TALLY)
 
 
 def settings_of_parts() -> dict[str, type]:

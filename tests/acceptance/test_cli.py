@@ -18,7 +18,6 @@ import typer
 from keyfold import __version__
 from keyfold.cli.overview import overview
 from keyfold.cli.root import root
-from keyfold.cli.times import moment_us, span_seconds
 from keyfold.core import outbox
 from keyfold.core.access import client_of
 from keyfold.core.context import Context
@@ -27,7 +26,9 @@ from keyfold.core.relay import Relay
 from keyfold.core.settings import load
 from keyfold.core.store import Store, migrate
 from keyfold.core.tables import AUDIT, LEASES, MEMBERS, MESSAGES
+from keyfold.core.times import moment_us, span_seconds
 from keyfold.core.topics.topic import Message, partition_of
+from keyfold.counters.compile import EXAMPLE
 from keyfold.parts import PARTS, settings_of_parts
 from tests.servers.kafka import KafkaServer
 
@@ -809,6 +810,42 @@ def test_work_refuses_a_part_that_is_not_there(keyfold: Terminal) -> None:
     refused(keyfold("work", "taly"), "no part 'taly'", "tally")
 
 
+# Counters ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("CNT-02")
+def test_a_catalog_is_shown_by_the_keys_that_counters_share(keyfold: Terminal) -> None:
+    shown = keyfold("counters", "show", str(EXAMPLE)).stdout
+    assert "user: IF_ID(EN_OFFER_ID); at most 30 keys, each for 60 days, 600 owned updates held back" in shown
+    for asked in ("539", "CI_DESKTOP_MAP_PERMALINK_CLICK_COUNT"):
+        one = keyfold.answer("counters", "show", str(EXAMPLE), "--counter", asked)
+        assert isinstance(one, dict)
+        assert (one["id"], one["shares_keys_with"], one["usage_restriction"]) == (539, [540], "UR_METRIKA_OWNED")
+    refused(keyfold("counters", "show", str(EXAMPLE), "--counter", "CI_NOPE"), "no counter CI_NOPE")
+
+
+@pytest.mark.spec("CNT-02")
+def test_a_catalog_that_is_not_named_or_wrong_is_refused_with_what_to_do(keyfold: Terminal) -> None:
+    refused(keyfold("counters", "show"), "profiles.catalog", str(EXAMPLE))
+    refused(keyfold("counters", "show", "absent.proto"), "there is no file absent.proto")
+    (keyfold.directory / "wrong.proto").write_text(EXAMPLE.read_text().replace("VF_DOUBLE\n", "VF_DUBLE\n"))
+    refused(keyfold("counters", "show", "wrong.proto"), "CI_OFFER_REVENUE_SUM: ValueFunction is VF_DUBLE")
+
+
+@pytest.mark.spec("CNT-19")
+def test_lint_fails_where_a_change_breaks_or_loses_stored_data(keyfold: Terminal) -> None:
+    def linted(before: str, after: str) -> tuple[int, list[str]]:
+        (keyfold.directory / "new.proto").write_text(EXAMPLE.read_text().replace(before, after))
+        done = keyfold("counters", "lint", str(EXAMPLE), "new.proto", "--json")
+        return done.returncode, [finding["severity"] for finding in json.loads(done.stdout)]
+
+    assert linted("MaxRecords: 60", "MaxRecords: 70") == (0, ["safe"])
+    assert linted("MaxRecords: 60", "MaxRecords: 50") == (1, ["loses"])
+    assert linted("ValueFunction: VF_DOUBLE", "ValueFunction: VF_FLOAT") == (1, ["breaks"])
+    shown = keyfold("counters", "lint", str(EXAMPLE), "new.proto")
+    assert "breaks  CI_OFFER_REVENUE_SUM (601): kind changed from double to float" in shown.stdout
+
+
 # Every command, for a program ---------------------------------------------------------------------------------------
 
 CASES: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -825,6 +862,8 @@ CASES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("topics", "redrive"): ("tally",),
     ("tally", "add"): ("apples",),
     ("tally", "get"): ("apples",),
+    ("counters", "show"): (str(EXAMPLE),),
+    ("counters", "lint"): (str(EXAMPLE), str(EXAMPLE)),
 }
 # Proved by tests of their own above: they need something that only those have, or go on until stopped.
 ELSEWHERE = {

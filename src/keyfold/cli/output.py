@@ -12,17 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-Row = Mapping[str, object]
-
-
-class Answer(Struct, frozen=True, kw_only=True):
-    """`data` is for programs, the rest for people: a table, then lines; notes go to stderr."""
-
-    data: object
-    table: Sequence[Row] | None = None
-    lines: Sequence[str] = ()
-    notes: Sequence[str] = ()
-    exit_code: int = 0
+from keyfold.core.answer import Answer, Row, printable
 
 
 def show(answer: object, *, as_json: bool) -> None:
@@ -90,11 +80,6 @@ def as_text(value: object) -> str:
             return ",".join(as_text(item) for item in value)
         case _:
             return str(value)
-
-
-def printable(text: str) -> str:
-    """Keys and reasons come from outside: what could steer a terminal is shown escaped."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _print_plain(titles: list[str], cells: list[list[str]], right: list[bool]) -> None:

@@ -41,7 +41,7 @@ class TopicState(Struct, frozen=True):
 
 def overview(context: Context) -> list[TopicState]:
     """Every topic of the store, also of parts that this program does not have."""
-    descriptions = {spec.name: spec.description for part in context.parts for spec in part.topics}
+    descriptions = {spec.name: spec.description for part in context.parts for spec in part.topics_of(context.settings)}
     known = [consumer for part in context.parts for consumer in consumers(context, part)]
     waiting = context.store.read(_waiting)
     aside = context.store.read(_set_aside)

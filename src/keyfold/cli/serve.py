@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
-from keyfold.cli.output import Answer, show
+from keyfold.cli.output import show
 from keyfold.cli.session import session_of
+from keyfold.core.answer import Answer
 
 app = typer.Typer(add_completion=False)
 

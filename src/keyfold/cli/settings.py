@@ -3,9 +3,10 @@
 import typer
 from msgspec import Struct
 
-from keyfold.cli.output import Answer, as_text
+from keyfold.cli.output import as_text
 from keyfold.cli.run import safe
 from keyfold.cli.session import session_of
+from keyfold.core.answer import Answer
 from keyfold.core.logs import redact_event
 
 app = typer.Typer(add_completion=False)

@@ -4,10 +4,10 @@ import sqlalchemy as sa
 import typer
 from msgspec import Struct
 
-from keyfold.cli.output import Answer
 from keyfold.cli.run import safe
 from keyfold.cli.session import must_be_there, session_of
 from keyfold.core import audit, progress
+from keyfold.core.answer import Answer
 from keyfold.core.errors import Conflict
 from keyfold.core.shards import lease_name
 from keyfold.core.store import Store, Transaction, migrate

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from keyfold.cli.output import printable
-from keyfold.cli.times import iso
+from keyfold.core.answer import printable
+from keyfold.core.times import iso
 from keyfold.core.topics.topic import Record, Source
 
 PAGE = 500

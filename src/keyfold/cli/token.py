@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 from msgspec import Struct
 
-from keyfold.cli.output import Answer
 from keyfold.cli.session import actor, session_of
-from keyfold.cli.times import iso, span_seconds
 from keyfold.core import access
+from keyfold.core.answer import Answer
 from keyfold.core.clock import SECOND_US
 from keyfold.core.errors import BadInput
 from keyfold.core.store import Store
+from keyfold.core.times import iso, span_seconds
 
 app = typer.Typer(no_args_is_help=True, help="Tokens of HTTP clients. A token is shown once, when it is made.")
 

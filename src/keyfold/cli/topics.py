@@ -8,14 +8,14 @@ import typer
 from msgspec import Struct
 
 from keyfold.cli import tail as reading
-from keyfold.cli.output import Answer, printable
 from keyfold.cli.overview import ConsumerState, overview
 from keyfold.cli.session import WrongUsage, actor, session_of
 from keyfold.cli.signals import stop_on_signals
-from keyfold.cli.times import iso, moment_us
 from keyfold.core import deadletters, replay
+from keyfold.core.answer import Answer, printable
 from keyfold.core.context import Context
 from keyfold.core.errors import BadInput
+from keyfold.core.times import iso, moment_us
 from keyfold.core.workers import consumer_named
 
 app = typer.Typer(no_args_is_help=True, help="Topics: their messages, who reads them, and what was set aside.")

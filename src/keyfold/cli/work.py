@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from keyfold.cli.output import Answer
 from keyfold.cli.run import safe
 from keyfold.cli.session import session_of
 from keyfold.cli.signals import stop_on_signals
+from keyfold.core.answer import Answer
 from keyfold.core.errors import Unavailable
 from keyfold.core.loops import Runner, run_until_idle
 from keyfold.core.workers import chosen, loops

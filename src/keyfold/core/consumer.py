@@ -7,13 +7,13 @@ set aside with its reason; the rest of its batch commits; later messages of its 
 
 import random
 import time
-from collections.abc import Callable, Sequence
 
 import structlog
 from msgspec import Struct
 
 from keyfold.core import deadletters, metrics, progress
 from keyfold.core.context import Context
+from keyfold.core.deadletters import Apply
 from keyfold.core.errors import LeaseLost, PartitionStopped, Unavailable
 from keyfold.core.leases.lease import Lease
 from keyfold.core.loops import Loop
@@ -22,8 +22,6 @@ from keyfold.core.store import Transaction
 from keyfold.core.topics.topic import Record
 
 log = structlog.get_logger(__name__)
-
-Apply = Callable[[Transaction, Sequence[Record]], None]
 
 
 class Consumer(Struct, frozen=True, kw_only=True):
@@ -156,23 +154,26 @@ class ConsumerWorker:
             if self._consumer.ordered
             else records
         )
-        if free:
-            self._consumer.apply(tx, free)
+        for refusal in (self._consumer.apply(tx, free) or ()) if free else ():
+            self._keep(tx, refusal.record, refusal.reason, tries=1)
+
+    def _keep(self, tx: Transaction, record: Record, reason: str, tries: int) -> None:
+        deadletters.set_aside(
+            tx,
+            self._consumer.name,
+            self._consumer.topic,
+            record,
+            reason,
+            tries=tries,
+            parked_keys_max=self._limits.parked_keys_max if self._consumer.ordered else None,
+        )
 
     def _set_aside(
         self, partition: int, ticket: int, position: int, end: int, record: Record, reason: Exception
     ) -> None:
         def work(tx: Transaction) -> None:
             progress.advance(tx, self._consumer.job, partition, ticket, position, end)
-            deadletters.set_aside(
-                tx,
-                self._consumer.name,
-                self._consumer.topic,
-                record,
-                f"{type(reason).__name__}: {reason}",
-                tries=self._limits.message_tries_max,
-                parked_keys_max=self._limits.parked_keys_max if self._consumer.ordered else None,
-            )
+            self._keep(tx, record, f"{type(reason).__name__}: {reason}", self._limits.message_tries_max)
 
         self._store.transact(work, name="set aside")
         self._positions[partition] = (ticket, end)

@@ -29,7 +29,7 @@ class Context:
             if store.is_sqlite and migrate.status(store).state == "empty":
                 migrate.upgrade(store)
             migrate.must_be_current(store, settings.store.url)
-            topics = Topics.open(store, settings, [spec for part in parts for spec in part.topics])
+            topics = Topics.open(store, settings, [spec for part in parts for spec in part.topics_of(settings)])
             return cls(settings, store, topics, open_leases(settings, store), parts)
         except BaseException:
             store.close()

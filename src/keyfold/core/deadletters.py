@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from keyfold.core import audit
-from keyfold.core.errors import LostRace, NotFound, PartitionStopped, Unavailable
+from keyfold.core.errors import BadInput, LostRace, NotFound, PartitionStopped, Unavailable
 from keyfold.core.store import Store, Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import insert, insert_new, load
@@ -37,6 +37,17 @@ class DeadLetter(Struct, frozen=True):
     tries: int
     set_aside_at_us: int
     payload: bytes
+
+
+class Refusal(Struct, frozen=True):
+    """A message that its consumer cannot apply, and why. Only a consumer without order returns one."""
+
+    record: Record
+    reason: str
+
+
+# What cannot be applied, whatever the try, is returned: it is set aside and the rest of the batch commits at once.
+Apply = Callable[[Transaction, Sequence[Record]], Sequence[Refusal] | None]
 
 
 def park(tx: Transaction, consumer: str, topic: str, records: Sequence[Record]) -> list[Record]:
@@ -122,7 +133,7 @@ def redrive(
     store: Store,
     consumer: str,
     topic: str,
-    apply: Callable[[Transaction, Sequence[Record]], None],
+    apply: Apply,
     *,
     ordered: bool,
     key: str | None = None,
@@ -171,9 +182,7 @@ def discard(store: Store, consumer: str, topic: str, partition: int, position: i
     store.transact(work, name="discard", once=True)
 
 
-def _apply_one(
-    tx: Transaction, letter: DeadLetter, apply: Callable[[Transaction, Sequence[Record]], None], ordered: bool
-) -> int:
+def _apply_one(tx: Transaction, letter: DeadLetter, apply: Apply, ordered: bool) -> int:
     row = tx.execute(sa.select(DEAD_LETTERS).where(*_this(letter))).one_or_none()
     if row is None or (ordered and _waits(tx, letter)):
         return 0  # another redrive was first, or one is still at the message before it
@@ -186,7 +195,8 @@ def _apply_one(
         payload=bytes(row.payload),
         kind=row.kind,
     )
-    apply(tx, [Record(row.partition, row.position, message)])
+    if refusals := apply(tx, [Record(row.partition, row.position, message)]):
+        raise BadInput(refusals[0].reason)
     return 1
 
 

@@ -48,6 +48,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     if_match: int | None = None
     idempotency_key: str | None = None
     fingerprint: bytes = b""  # of method, path and body: what a repeat must equal
+    media: str = "application/json"  # what the caller wants, of what the route can answer
 
 
 class Reply(Struct, frozen=True):
@@ -56,6 +57,7 @@ class Reply(Struct, frozen=True):
     body: bytes
     status: int = 200
     version: int | None = None  # sent as ETag, expected back in If-Match
+    media: str = "application/json"
 
 
 class Versioned(Struct, frozen=True):
@@ -65,7 +67,14 @@ class Versioned(Struct, frozen=True):
     version: int
 
 
-Outcome = Any  # a struct to encode, a Versioned, or a KeyfoldError for this request alone
+class Encoded(Struct, frozen=True):
+    """An answer in a form of its own, for a route that says so in `media`."""
+
+    body: bytes
+    media: str
+
+
+Outcome = Any  # a struct to encode, a Versioned, an Encoded, or a KeyfoldError for this request alone
 Apply = Callable[[Transaction, Sequence[Ask]], Sequence[Outcome]]
 
 
@@ -333,6 +342,8 @@ def _encoded(operation: Operation, outcomes: Sequence[Outcome]) -> list[Reply | 
             replies.append(outcome)
         elif isinstance(outcome, Versioned):
             replies.append(Reply(msgspec.json.encode(outcome.answer), operation.status, outcome.version))
+        elif isinstance(outcome, Encoded):
+            replies.append(Reply(outcome.body, operation.status, media=outcome.media))
         else:
             replies.append(Reply(msgspec.json.encode(outcome), operation.status))
     return replies

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from keyfold.core.context import Context
     from keyfold.core.loops import Loop
     from keyfold.core.route import Route
+    from keyfold.core.settings import Settings
 
 
 class Part(Struct, frozen=True, kw_only=True):
@@ -19,9 +20,13 @@ class Part(Struct, frozen=True, kw_only=True):
 
     name: str
     summary: str
-    topics: Sequence[TopicSpec] = ()
+    topics: "Sequence[TopicSpec] | Callable[[Settings], Sequence[TopicSpec]]" = ()
     settings: type[Struct] | None = None
     routes: "Callable[[Context], Sequence[Route]] | None" = None
     consumers: "Callable[[Context], Sequence[Consumer]] | None" = None
     loops: "Callable[[Context], Sequence[Loop]] | None" = None
     commands: str | None = None
+
+    def topics_of(self, settings: "Settings") -> Sequence[TopicSpec]:
+        """The topics of a part, some of which a user names in the settings."""
+        return self.topics(settings) if callable(self.topics) else self.topics

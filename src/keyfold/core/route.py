@@ -27,5 +27,6 @@ class Route(Struct, frozen=True, kw_only=True):
     if_match: bool = False  # an edit: If-Match with the version is needed
     idempotent: bool = False  # a write: Idempotency-Key is taken
     errors: tuple[type[KeyfoldError], ...] = ()
+    media: tuple[str, ...] = ()  # what it can answer besides JSON, chosen by Accept
     description: str = ""
     tag: str = ""  # in the documentation; the part's name where it is empty

@@ -1,7 +1,7 @@
 """The catalog: which counters there are, how each folds, and which share their keys and times."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import IntEnum
 from functools import cached_property
 
@@ -87,10 +87,7 @@ class Catalog:
     """Counters by id and by name, and their groups. Checked when it is made: all mistakes are reported at once."""
 
     def __init__(self, counters: Sequence[Counter], *, namespaces: Iterable[str] | None = None) -> None:
-        known = set(namespaces) if namespaces is not None else {c.namespace for c in counters} | {
-            c.secondary_namespace for c in counters if c.secondary_namespace
-        }
-        if found := list(mistakes(counters, known)):
+        if found := list(mistakes(counters, namespaces)):
             raise CatalogWrong(found)
         self.counters: dict[int, Counter] = {c.id: c for c in sorted(counters, key=lambda c: c.id)}
         self.by_name: dict[str, Counter] = {counter.name: counter for counter in self.counters.values()}
@@ -114,26 +111,39 @@ class Catalog:
         return tuple(sorted({counter.profile_type for counter in self.counters.values()}))
 
 
-def mistakes(counters: Sequence[Counter], namespaces: Iterable[str]) -> Iterable[str]:
-    """Everything that is wrong with a catalog, each by the name of its counter."""
-    known = set(namespaces)
+def mistakes(
+    counters: Sequence[Counter], namespaces: Iterable[str] | None, unreadable: Collection[int] = ()
+) -> Iterator[str]:
+    """Everything that is wrong with a catalog, each by the name of its counter.
+
+    `namespaces` are those that there are, None where any will do; `unreadable` are ids of counters that could not be
+    read, and whose mistakes were reported elsewhere.
+    """
+    known = None if namespaces is None else set(namespaces)
     by_id: dict[int, Counter] = {}
+    names: set[str] = set()
     for counter in counters:
         if counter.id in by_id:
             yield f"{counter.name}: the id {counter.id} is that of {by_id[counter.id].name} already"
+        if counter.name in names:
+            yield f"{counter.name}: there are two counters of this name"
         by_id.setdefault(counter.id, counter)
+        names.add(counter.name)
     for counter in counters:
-        for mistake in (*_own_mistakes(counter, known), *_time_mistakes(counter, by_id)):
+        time_mistakes = () if counter.time_counter_id in unreadable else _time_mistakes(counter, by_id)
+        for mistake in (*_own_mistakes(counter, known), *time_mistakes):
             yield f"{counter.name}: {mistake}"
     yield from _group_mistakes(by_id)
 
 
-def _own_mistakes(counter: Counter, namespaces: set[str]) -> Iterable[str]:
+def _own_mistakes(counter: Counter, namespaces: set[str] | None) -> Iterator[str]:
     if not 0 < counter.id <= UINT64_MAX:
         yield f"the id {counter.id} is not a positive 64-bit number"
     for name in (counter.namespace, counter.secondary_namespace):
-        if name is not None and name not in namespaces:
-            yield f"unknown namespace {name!r}"
+        if name is not None and namespaces is not None and name not in namespaces:
+            yield f"unknown namespace {name}"
+    if counter.id_function not in ID_FUNCTIONS:
+        yield f"IdFunction is {counter.id_function}, and must be one of {', '.join(ID_FUNCTIONS)}"
     if counter.id_function == "IF_POLY2" and counter.secondary_namespace is None:
         yield "IF_POLY2 needs a SecondaryEngineNamespace"
     if counter.id_function == "IF_ID" and counter.secondary_namespace is not None:
@@ -142,6 +152,8 @@ def _own_mistakes(counter: Counter, namespaces: set[str]) -> Iterable[str]:
         yield f"DecayFactor {counter.decay} must be a finite number of at least 0"
     elif counter.decay and counter.kind not in DECAYING:
         yield "DecayFactor needs ValueFunction VF_FLOAT or VF_DOUBLE"
+    if not all(counter.input_types):
+        yield "an InputTypes is empty"
     limits = {
         "MaxRecords": counter.records_max,
         "ExpireDays": counter.expire_days,
@@ -157,7 +169,7 @@ def _own_mistakes(counter: Counter, namespaces: set[str]) -> Iterable[str]:
             yield "CleanUpSettings (MaxRecords, ExpireDays, MaxDelayedRecords) need a time counter"
 
 
-def _time_mistakes(counter: Counter, by_id: dict[int, Counter]) -> Iterable[str]:
+def _time_mistakes(counter: Counter, by_id: dict[int, Counter]) -> Iterator[str]:
     if counter.time_counter_id is None:
         if counter.decay and counter.kind in DECAYING:
             yield "DecayFactor needs a TimeCounterId"
@@ -185,7 +197,7 @@ def _time_mistakes(counter: Counter, by_id: dict[int, Counter]) -> Iterable[str]
         yield f"its time counter {time.name} is NotGlued, so it must be NotGlued too"
 
 
-def _group_mistakes(by_id: dict[int, Counter]) -> Iterable[str]:
+def _group_mistakes(by_id: dict[int, Counter]) -> Iterator[str]:
     """Siblings share their keys: where one of them is restricted, another would give its keys away."""
     for group in _groups(by_id):
         members = (group.time, *group.values) if group.time else group.values

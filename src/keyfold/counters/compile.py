@@ -1,103 +1,129 @@
 """A catalog from a `.proto` file whose enum values carry `CounterDescription`, or from its compiled descriptor set."""
 
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.descriptor import EnumValueDescriptor, FieldDescriptor
+from google.protobuf import descriptor_pb2, message_factory
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, EnumValueDescriptor, FieldDescriptor, FileDescriptor
+from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError, Message
 
-from keyfold.counters.catalog import ID_FUNCTIONS, VALUE_FUNCTIONS, Catalog, Counter, mistakes
+from keyfold.counters.catalog import VALUE_FUNCTIONS, Catalog, Counter, mistakes
 from keyfold.counters.errors import CatalogWrong
+from keyfold.counters.protoc import Compiled, compiled
 
+EXAMPLE = Path(__file__).with_name("examples") / "marketplace.proto"
 OPTION = "CounterDescription"
-COMPILE_SECONDS_MAX = 60
+NAMESPACES = "EngineNamespace"
+NO_COUNTER = 0  # the id that no counter has: stands for a TimeCounterId that names none
+
+# What each field of a description must be, whatever its catalog declares it as; an enum is read as its name.
+TEXT, NUMBER, WHOLE, FLAG = (str,), (int, float), (int,), (bool,)
+FIELDS: dict[str, tuple[type, ...]] = {
+    "EngineNamespace": TEXT,
+    "SecondaryEngineNamespace": TEXT,
+    "ValueFunction": TEXT,
+    "IdFunction": TEXT,
+    "DecayFactor": NUMBER,
+    "TimeCounterId": (str, int),
+    "InputTypes": (list,),
+    "Description": TEXT,
+    "UsageRestriction": TEXT,
+    "ProfileType": TEXT,
+    "NoOperation": FLAG,
+    "NotGlued": FLAG,
+    "Idf": FLAG,
+    "CleanUpSettings": (dict,),
+}
+# Names that the compiler does not know, and that the checks of the catalog report themselves.
+JUDGED = {"EngineNamespace", "SecondaryEngineNamespace", "ValueFunction", "IdFunction", "TimeCounterId"}
+LIMITS: dict[str, tuple[type, ...]] = {"MaxRecords": WHOLE, "ExpireDays": WHOLE, "MaxDelayedRecords": WHOLE}
 
 
 def load(path: str | Path) -> Catalog:
     """Compile and check a catalog. Every mistake is reported, by name, in one error."""
     path = Path(path)
-    files = _descriptors(path)
-    pool = descriptor_pool.DescriptorPool()
-    for file in files.file:
-        pool.Add(file)
-    values = list(_described(files, pool))
-    if not values:
+    source = _compiled(path)
+    if source.descriptors is None:
+        unknown = [f"{name}: {wrong}" for name, given in source.unknown.items() for wrong in _unknown(given)]
+        raise CatalogWrong([*source.mistakes, *unknown], place=str(path))
+    files = _files(source.descriptors, path)
+    enums = [enum for file in files for enum in _enums(file)]
+    described = [(value, given) for enum in enums for value, given in _described(enum)]
+    if not described:
         raise CatalogWrong([f"no enum value carries the option {OPTION}"], place=str(path))
-    options = message_factory.GetMessageClass(pool.FindMessageTypeByName("google.protobuf.EnumValueOptions"))
-    names = {value.number: value.name for value in values}
-    read = [_read(value, options.FromString(value.GetOptions().SerializeToString()), pool, names) for value in values]
-    counters = [counter for counter, _ in read if counter is not None]
-    found = [mistake for _, wrong in read for mistake in wrong]
-    found += mistakes(counters, namespaces := _namespaces(files))
+    ids = {value.name: value.number for value, _ in described}
+    times = {given.get("TimeCounterId") for _, given in described if given}
+    found, counters, unreadable = list(source.mistakes), [], {NO_COUNTER}
+    for value, given in described:
+        counter, wrong = _counter(value, given, source.unknown.get(value.name, {}), ids, times)
+        if value.name in source.unreadable:
+            counter, wrong = None, []  # reported as the compiler put it
+        found += [f"{value.name}: {mistake}" for mistake in wrong]
+        if counter is None:
+            unreadable.add(value.number)
+        else:
+            counters.append(counter)
+    # A catalog that writes its namespaces as text has no enum of them, and any will do.
+    namespaces = [value.name for enum in enums if enum.name == NAMESPACES for value in enum.values] or None
+    found += mistakes(counters, namespaces, unreadable)
     if found:
         raise CatalogWrong(found, place=str(path))
     return Catalog(counters, namespaces=namespaces)
 
 
-def _descriptors(path: Path) -> descriptor_pb2.FileDescriptorSet:
+def _compiled(path: Path) -> Compiled:
     if not path.is_file():
         raise CatalogWrong([f"there is no file {path}"])
-    raw = path.read_bytes() if path.suffix != ".proto" else _compiled(path)
+    return compiled(path) if path.suffix == ".proto" else Compiled(path.read_bytes(), [], {}, set())
+
+
+def _files(descriptors: bytes, path: Path) -> list[FileDescriptor]:
+    pool = DescriptorPool()
     try:
-        return descriptor_pb2.FileDescriptorSet.FromString(raw)
+        files = descriptor_pb2.FileDescriptorSet.FromString(descriptors).file
+        for file in files:
+            pool.Add(file)
+        return [pool.FindFileByName(file.name) for file in files]
     except DecodeError:
         raise CatalogWrong(["neither a .proto file nor a compiled descriptor set"], place=str(path)) from None
+    except (TypeError, KeyError):
+        wrong = "the descriptor set lacks files that it imports: make it with --include_imports"
+        raise CatalogWrong([wrong], place=str(path)) from None
 
 
-def _compiled(path: Path) -> bytes:
-    """In a process of its own: the compiler writes its complaints to the standard error of the process."""
-    with tempfile.TemporaryDirectory(prefix="keyfold-catalog-") as folder:
-        out = Path(folder, "catalog.binpb")
-        command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{path.parent}", "--include_imports"]
-        done = subprocess.run(  # noqa: S603
-            [*command, f"--descriptor_set_out={out}", path.name],
-            capture_output=True,
-            text=True,
-            timeout=COMPILE_SECONDS_MAX,
-            check=False,
-        )
-        if done.returncode != 0 or not out.exists():
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
-            raise CatalogWrong(lines or ["the compiler failed without a word"], place=str(path))
-        return out.read_bytes()
+def _enums(scope: FileDescriptor | Descriptor) -> Iterator[EnumDescriptor]:
+    """Every enum, those inside messages too."""
+    if isinstance(scope, Descriptor):
+        inner, enums = scope.nested_types, scope.enum_types
+    else:
+        inner, enums = list(scope.message_types_by_name.values()), list(scope.enum_types_by_name.values())
+    yield from enums
+    for message in inner:
+        yield from _enums(message)
 
 
-def _described(
-    files: descriptor_pb2.FileDescriptorSet, pool: descriptor_pool.DescriptorPool
-) -> Iterable[EnumValueDescriptor]:
-    """The values of the enum that is the catalog: the one whose values carry the option."""
-    for file in files.file:
-        for enum in file.enum_type:
-            if any(value.HasField("options") for value in enum.value):
-                full = f"{file.package}.{enum.name}" if file.package else enum.name
-                # The descriptor lists an alias (a number used twice) as well, so that it can be reported.
-                yield from pool.FindEnumTypeByName(full).values
+def _described(enum: EnumDescriptor) -> list[tuple[EnumValueDescriptor, dict[str, Any] | None]]:
+    """The values of an enum that is a catalog, or a piece of one: some value carries the option.
+
+    Aliases (a number used twice) are among the values, to be reported. The first value of proto3, 0, need not be a
+    counter.
+    """
+    read = [(value, _description(value)) for value in enum.values]
+    if all(given is None for _, given in read):
+        return []
+    return [(value, given) for value, given in read if given is not None or value.number != 0]
 
 
-def _namespaces(files: descriptor_pb2.FileDescriptorSet) -> list[str]:
-    return [
-        value.name
-        for file in files.file
-        for enum in file.enum_type
-        if enum.name == "EngineNamespace"
-        for value in enum.value
-    ]
-
-
-def _read(
-    value: EnumValueDescriptor, options: Message, pool: descriptor_pool.DescriptorPool, names: dict[int, str]
-) -> tuple[Counter | None, list[str]]:
-    given = next((_fields(found) for field, found in options.ListFields() if field.name == OPTION), None)
-    if given is None:
-        if value.number == 0:  # the first value that proto3 asks for
-            return None, []
-        return None, [f"{value.name}: no {OPTION}"]
-    return _counter(value, given, names)
+def _description(value: EnumValueDescriptor) -> dict[str, Any] | None:
+    # The options know our extension only as a message of the pool that the catalog is in.
+    pool = value.type.file.pool
+    if not value.has_options:
+        return None
+    options = message_factory.GetMessageClass(pool.FindMessageTypeByName("google.protobuf.EnumValueOptions"))
+    fields = options.FromString(value.GetOptions().SerializeToString()).ListFields()
+    return next((_fields(found) for field, found in fields if field.name == OPTION), None)
 
 
 def _fields(message: Message) -> dict[str, Any]:
@@ -106,41 +132,53 @@ def _fields(message: Message) -> dict[str, Any]:
 
 
 def _plain(field: FieldDescriptor, found: Any) -> Any:
+    if field.is_repeated:
+        return list(found)
     if field.message_type is not None:
         return _fields(found)
     if field.enum_type is not None:
-        return field.enum_type.values_by_number[found].name
-    return list(found) if field.is_repeated else found
+        named = field.enum_type.values_by_number.get(found)
+        return named.name if named else str(found)
+    return found
 
 
 def _counter(
-    value: EnumValueDescriptor, given: dict[str, Any], names: dict[int, str]
+    value: EnumValueDescriptor,
+    given: dict[str, Any] | None,
+    unknown: dict[str, str],
+    ids: dict[str, int],
+    times: Collection[str | int | None],
 ) -> tuple[Counter | None, list[str]]:
-    wrong: list[str] = []
-    function = given.get("ValueFunction")
+    """The counter as far as it can be read, and what is wrong with its description."""
+    if given is None:
+        return None, [f"no {OPTION}"]
+    given = {**given, **unknown}
+    clean_up = given.get("CleanUpSettings", {})
+    wrong = [*_wrong_types(given, FIELDS), *(_wrong_types(clean_up, LIMITS) if isinstance(clean_up, dict) else ())]
+    if wrong:
+        return None, wrong
+    wrong += _unknown({field: name for field, name in unknown.items() if field not in JUDGED})
+    function, time = given.get("ValueFunction"), given.get("TimeCounterId")
     if function not in VALUE_FUNCTIONS:
-        wrong.append(f"ValueFunction {function} is none of {', '.join(VALUE_FUNCTIONS)}")
-    id_function = given.get("IdFunction", "IF_ID")
-    if id_function not in ID_FUNCTIONS:
-        wrong.append(f"IdFunction {id_function} is none of {', '.join(ID_FUNCTIONS)}")
+        wrong.append(f"ValueFunction is {function or 'missing'}, and must be one of {', '.join(VALUE_FUNCTIONS)}")
+        # Taken for what others use it as, so that nothing else is blamed for this.
+        function = "VF_AGE" if value.name in times or value.number in times else "VF_FLOAT"
+    if isinstance(time, str):
+        if time not in ids:
+            wrong.append(f"TimeCounterId {time} is unknown")
+        time = ids.get(time, NO_COUNTER)
     if "EngineNamespace" not in given:
         wrong.append("EngineNamespace is missing")
-    time_id = _time_id(given.get("TimeCounterId"), names)
-    if time_id == -1:
-        wrong.append(f"TimeCounterId {given['TimeCounterId']} is unknown")
-        time_id = None
-    if wrong:
-        return None, [f"{value.name}: {mistake}" for mistake in wrong]
-    clean_up = given.get("CleanUpSettings", {})
+        return None, wrong
     counter = Counter(
         id=value.number,
         name=value.name,
-        kind=VALUE_FUNCTIONS[given["ValueFunction"]],
+        kind=VALUE_FUNCTIONS[function],
         namespace=given["EngineNamespace"],
         secondary_namespace=given.get("SecondaryEngineNamespace"),
-        id_function=id_function,
+        id_function=given.get("IdFunction", "IF_ID"),
         decay=float(given.get("DecayFactor", 0.0)),
-        time_counter_id=time_id,
+        time_counter_id=time,
         input_types=tuple(given.get("InputTypes", ())),
         description=given.get("Description", ""),
         restriction=given.get("UsageRestriction"),
@@ -152,11 +190,14 @@ def _counter(
         expire_days=clean_up.get("ExpireDays"),
         delayed_records_max=clean_up.get("MaxDelayedRecords"),
     )
-    return counter, []
+    return counter, wrong
 
 
-def _time_id(given: str | int | None, names: dict[int, str]) -> int | None:
-    """By the name of the enum value (or its number, where a catalog declares the field as one); -1: unknown."""
-    if given is None or isinstance(given, int):
-        return given
-    return next((number for number, name in names.items() if name == given), -1)
+def _wrong_types(given: dict[str, Any], kinds: dict[str, tuple[type, ...]]) -> Iterable[str]:
+    for field, found in given.items():
+        if field in kinds and not isinstance(found, kinds[field]):
+            yield f"{field} cannot be {found!r}"
+
+
+def _unknown(given: dict[str, str]) -> Iterable[str]:
+    return (f"unknown {field} {name}" for field, name in given.items())

@@ -87,12 +87,12 @@ class Profile(_message.Message):
     def __init__(self, type: _Optional[str] = ..., id: _Optional[str] = ..., packed_counters: _Optional[_Iterable[_Union[CounterPack, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., version: _Optional[int] = ...) -> None: ...
 
 class LeftOut(_message.Message):
-    __slots__ = ("counter_id", "restriction")
+    __slots__ = ("counter_id", "reason")
     COUNTER_ID_FIELD_NUMBER: _ClassVar[int]
-    RESTRICTION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     counter_id: int
-    restriction: str
-    def __init__(self, counter_id: _Optional[int] = ..., restriction: _Optional[str] = ...) -> None: ...
+    reason: str
+    def __init__(self, counter_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Profiles(_message.Message):
     __slots__ = ("profiles", "left_out")

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import parse_qsl, unquote
 
 import msgspec
@@ -22,6 +22,7 @@ from keyfold.http.threads import Threads
 from keyfold.http.wire import ANSWER_HEADERS, JSON_HEADERS, Answer, Call
 
 QUERY_NAMES_MAX = 50
+JSON_MEDIA = "application/json"
 
 _ETAG = re.compile(rb'"(0|[1-9][0-9]{0,18})"')
 _KEY = re.compile(rb"[\x21-\x7e]{1,200}")
@@ -78,6 +79,7 @@ class Mounted:
             if_match=version_expected(call) if route.if_match else None,
             idempotency_key=key,
             fingerprint=_fingerprint(call, raw) if key is not None else b"",
+            media=media_wanted(call, route.media) if route.media else JSON_MEDIA,
         )
         run = route.run
         if isinstance(run, Operation):
@@ -136,6 +138,10 @@ def must_be_sound(route: Route) -> None:
             raise TypeError(f"{where}: the route answers {route.status}, its operation {route.run.status}")
         if route.idempotent and not route.run.writes:
             raise TypeError(f"{where}: only a write takes an Idempotency-Key")
+        if route.idempotent and route.media:
+            raise TypeError(f"{where}: an answer that is kept for a repeat is JSON")
+    elif route.media:
+        raise TypeError(f"{where}: only a gathered operation answers in another form than JSON")
     elif route.idempotent:
         raise TypeError(f"{where}: only a gathered operation keeps its answer, so only it takes an Idempotency-Key")
 
@@ -210,9 +216,22 @@ def _fingerprint(call: Call, raw: bytes) -> bytes:
     return fingerprint(call.method, path, raw)
 
 
+def media_wanted(call: Call, offered: Sequence[str]) -> str:
+    """The first type of Accept that the route can answer; JSON where none is named."""
+    for each in call.headers.get(b"accept", b"").split(b","):
+        name = each.partition(b";")[0].strip().lower().decode("latin-1")
+        if name in (JSON_MEDIA, "*/*"):
+            return JSON_MEDIA
+        if name in offered:
+            return name
+    return JSON_MEDIA
+
+
 def _answer(reply: Reply) -> Answer:
     if reply.status == 204:
         return Answer(204, b"", ANSWER_HEADERS)
+    if reply.media != JSON_MEDIA:
+        return Answer(reply.status, reply.body, [(b"content-type", reply.media.encode()), *ANSWER_HEADERS])
     if reply.version is None:
         return Answer(reply.status, reply.body, JSON_HEADERS)
     return Answer(reply.status, reply.body, [*JSON_HEADERS, (b"etag", b'"%d"' % reply.version)])

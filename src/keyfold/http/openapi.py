@@ -263,7 +263,9 @@ def _success(route: Route, routes: Sequence[Route], schemas: Schemas) -> Schema:
         "headers": _headers("X-Request-Id", *(["ETag"] if versioned else [])),
     }
     if route.answer is not None and route.status != 204:
-        response["content"] = {"application/json": {"schema": schemas.of(route.answer)}}
+        response["content"] = {"application/json": {"schema": schemas.of(route.answer)}} | {
+            media: {"schema": {"type": "string", "format": "binary"}} for media in route.media
+        }
     return response
 
 

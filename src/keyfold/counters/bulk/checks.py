@@ -1,0 +1,135 @@
+"""Which rows of a batch may be folded, and why the others may not."""
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from keyfold.core.errors import KeyfoldError
+from keyfold.counters.bulk.columns import Bools, Ints, Updates, Words
+from keyfold.counters.bulk.tables import Tables
+from keyfold.counters.catalog import Kind
+from keyfold.counters.errors import CounterReadOnly, CounterUnknown, TimeWrong, ValueWrong
+
+VALUE_MAX = 1e30
+TIME_MAX = 2**32 - 1
+SMALL_ID_MAX = 1 << 16
+
+
+class Checked(Struct, kw_only=True):
+    counter: NDArray[np.int32]  # the place of each row's counter in the tables
+    exact: Words  # the value of VF_FIXED64 rows; empty where there are none
+    good: Bools | None  # None: all of them
+    owned: Ints
+    refused: dict[int, KeyfoldError]
+
+
+def check(tables: Tables, updates: Updates, profiles: int, now: int, future_seconds_max: int) -> Checked:
+    """Look at every row once; messages are made only for the rows that are refused."""
+    _check_shapes(updates, profiles)
+    place, known = _places(tables, updates.counter)
+    value_wrong, exact = _wrong_values(tables, updates, place)
+    time_latest = min(TIME_MAX, now + future_seconds_max)
+    bad = ~known | value_wrong
+    if tables.read_only.any():
+        bad |= tables.read_only[place]
+    bad |= (updates.time < 1) | (updates.time > time_latest)
+    owned = _owned(updates)
+    if owned is not None:
+        bad &= ~owned
+    refused = {
+        row: _refusal(tables, updates, row, int(place[row]), bool(known[row]), bool(value_wrong[row]), time_latest)
+        for row in np.flatnonzero(bad).tolist()
+    }
+    if owned is not None:
+        bad |= owned
+    return Checked(
+        counter=place,
+        exact=exact,
+        good=~bad if bad.any() else None,
+        owned=np.flatnonzero(owned) if owned is not None else np.empty(0, np.int64),
+        refused=refused,
+    )
+
+
+def _check_shapes(updates: Updates, profiles: int) -> None:
+    length = len(updates.profile)
+    columns = (updates.counter, updates.key, updates.value, updates.time, updates.count, updates.owner)
+    if any(column is not None and len(column) != length for column in columns):
+        raise ValueError("the columns of a batch must have one length")
+    if length and not (int(updates.profile.min()) >= 0 and int(updates.profile.max()) < profiles):
+        raise ValueError(f"a row names a profile outside the {profiles} bodies given")
+
+
+def _places(tables: Tables, counter: Words) -> tuple[NDArray[np.int32], Bools]:
+    """Where each counter stands in the tables; 0 for those that are not there."""
+    if not len(tables.ids):
+        return np.zeros(len(counter), np.int32), np.zeros(len(counter), np.bool_)
+    largest = int(tables.ids[-1])
+    if largest < SMALL_ID_MAX:
+        # A look-up in a small table is several times quicker than a binary search of each row.
+        lookup = np.full(largest + 2, -1, np.int32)
+        lookup[tables.ids.astype(np.int64)] = np.arange(len(tables.ids), dtype=np.int32)
+        place = lookup[np.minimum(counter, np.uint64(largest + 1)).view(np.int64)]
+        known = place >= 0
+        if not known.all():
+            place[~known] = 0
+        return place, known
+    place = np.searchsorted(tables.ids, counter).astype(np.int32)
+    np.minimum(place, len(tables.ids) - 1, out=place)
+    return place, tables.ids[place] == counter
+
+
+def _wrong_values(tables: Tables, updates: Updates, place: NDArray[np.int32]) -> tuple[Bools, Words]:
+    if not len(tables.ids):
+        return np.zeros(len(place), np.bool_), np.empty(0, np.uint64)
+    used = np.bincount(place, minlength=len(tables.ids)) > 0
+    kinds_used = set(tables.kinds[used].tolist())
+    wrong = ~(np.abs(updates.value) <= VALUE_MAX)  # so that NaN is wrong
+    exact = np.empty(0, np.uint64)
+    if not kinds_used & {Kind.FIXED32, Kind.FIXED64}:
+        return wrong, exact
+    kinds = tables.kinds[place]
+    if Kind.FIXED32 in kinds_used:
+        wrong |= (kinds == Kind.FIXED32) & (updates.value != 1)
+    if Kind.FIXED64 in kinds_used:
+        are_exact = kinds == Kind.FIXED64
+        if updates.count is not None:
+            return wrong & ~are_exact, np.ascontiguousarray(updates.count)
+        value = updates.value
+        fits = (value >= 0) & (value < 2.0**64) & (np.floor(value) == value)
+        wrong |= are_exact & ~fits
+        exact = np.where(are_exact & fits, value, 0.0).astype(np.uint64)
+    return wrong, exact
+
+
+def _owned(updates: Updates) -> Bools | None:
+    if updates.owner is None:
+        return None
+    owned = updates.owner != 0
+    return owned if owned.any() else None
+
+
+def _refusal(
+    tables: Tables, updates: Updates, row: int, place: int, known: bool, value_wrong: bool, time_latest: int
+) -> KeyfoldError:
+    counter_id, time, value = int(updates.counter[row]), int(updates.time[row]), float(updates.value[row])
+    where = f"row {row}"
+    if not known:
+        hint = "`keyfold counters show` lists them"
+        return CounterUnknown(f"there is no counter {counter_id}", place=where, hint=hint)
+    if tables.read_only[place]:
+        return CounterReadOnly(f"the counter {counter_id} is NoOperation: no handler may write it", place=where)
+    if value_wrong:
+        return ValueWrong(_value_message(Kind(int(tables.kinds[place])), counter_id, value), place=where)
+    if time < 1 or time > TIME_MAX:
+        return TimeWrong(f"the time {time} is not between 1 and {TIME_MAX} (unix seconds)", place=where)
+    message = f"the time {time} is later than {time_latest}, the latest that is taken now"
+    return TimeWrong(message, place=where, hint="look at the clock of the sender")
+
+
+def _value_message(kind: Kind, counter_id: int, value: float) -> str:
+    if kind is Kind.FIXED32:
+        return f"an update of the time counter {counter_id} must have the value 1, not {value}"
+    if kind is Kind.FIXED64:
+        return f"the value {value} of the counter {counter_id} is not a whole number from 0 to 2**64 - 1"
+    return f"the value {value} of the counter {counter_id} is not a number of at most {VALUE_MAX:g} in magnitude"

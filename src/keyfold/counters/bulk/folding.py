@@ -1,0 +1,149 @@
+"""The columnar fold: checks the rows, hands canonical bodies to a kernel in one buffer, and the others to protobuf."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+
+from keyfold.counters.bulk import by_numpy
+from keyfold.counters.bulk.checks import Checked, check
+from keyfold.counters.bulk.columns import (
+    FOREIGN,
+    UNCHANGED,
+    WRITTEN,
+    Bools,
+    Done,
+    Folded,
+    Ints,
+    KernelName,
+    Updates,
+    Work,
+)
+from keyfold.counters.bulk.foreign import fold_foreign
+from keyfold.counters.bulk.tables import Tables, tables_of
+from keyfold.counters.catalog import Catalog
+
+PADDING = bytes(16)  # so that eight bytes can be loaded at the last one
+# What one run of a kernel holds in memory: more rows or bytes are folded in several runs.
+CHUNK_ROWS = 1 << 20
+CHUNK_BYTES = 32 << 20
+
+
+class Kernel(Protocol):
+    """Two modules do the same work in different ways."""
+
+    def rows_by_profile(self, profile: Ints, good: Bools | None, profiles: int) -> tuple[Ints, Ints]: ...
+
+    def run(self, work: Work, tables: Tables) -> Done: ...
+
+
+def fold(
+    catalog: Catalog,
+    bodies: Sequence[bytes],
+    updates: Updates,
+    *,
+    now: int,
+    future_seconds_max: int = 86_400,
+    kernel: KernelName = "auto",
+) -> Folded:
+    """Fold a batch of updates into the bodies of profiles: one commit at `now`, in which order does not matter."""
+    tables, with_kernel = tables_of(catalog), _kernel(kernel)
+    checked = check(tables, updates, len(bodies), now, future_seconds_max)
+    folded = Folded(
+        bodies=list(bodies),
+        changed=np.zeros(len(bodies), np.bool_),
+        owned=checked.owned,
+        refused=checked.refused,
+        broken={},
+        dropped=0,
+        bill={},
+        expires_at=np.zeros(len(bodies), np.int64),
+    )
+    row_starts, rows = with_kernel.rows_by_profile(updates.profile, checked.good, len(bodies))
+    bill = np.zeros((len(tables.ids), 2), np.float64)
+    sizes = np.fromiter(map(len, bodies), np.int64, len(bodies))
+    for begin, end in _chunks(row_starts, sizes):
+        work = _work(bodies[begin:end], sizes[begin:end], row_starts[begin : end + 1], rows, checked, updates, now)
+        done = with_kernel.run(work, tables)
+        _take_over(folded, done, begin)
+        bill += done.bill
+        for profile in (np.flatnonzero(done.status == FOREIGN) + begin).tolist():
+            its_rows = rows[row_starts[profile] : row_starts[profile + 1]]
+            fold_foreign(catalog, folded, profile, updates, its_rows, now, future_seconds_max)
+    _add_bill(folded, tables, bill)
+    return folded
+
+
+def _kernel(name: KernelName) -> Kernel:
+    if name == "numpy" or (name == "auto" and not has_numba()):
+        return by_numpy
+    from keyfold.counters.bulk import by_numba
+
+    return by_numba
+
+
+@cache
+def has_numba() -> bool:
+    try:
+        import keyfold.counters.bulk.by_numba  # noqa: F401
+    except (ImportError, RuntimeError):  # not installed; or nowhere to keep what it compiles
+        return False
+    return True
+
+
+def _chunks(row_starts: Ints, sizes: Ints) -> list[tuple[int, int]]:
+    """Runs of profiles of a bounded size each; a profile is never cut."""
+    if not len(sizes):
+        return []
+    shares = row_starts[1:] // CHUNK_ROWS + np.cumsum(sizes) // CHUNK_BYTES
+    cuts = np.flatnonzero(np.diff(shares)) + 1
+    bounds = [0, *cuts.tolist(), len(sizes)]
+    return list(zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def _work(
+    bodies: Sequence[bytes], sizes: Ints, row_starts: Ints, rows: Ints, checked: Checked, updates: Updates, now: int
+) -> Work:
+    # Rows are gathered here: a kernel that jumped between them would wait for memory most of its time.
+    own = rows[row_starts[0] : row_starts[-1]]
+    starts = np.zeros(len(bodies) + 1, np.int64)
+    np.cumsum(sizes, out=starts[1:])
+    return Work(
+        buffer=np.frombuffer(b"".join([*bodies, PADDING]), np.uint8),
+        starts=starts,
+        row_starts=row_starts - row_starts[0],
+        counter=checked.counter[own],
+        key=updates.key[own],
+        value=updates.value[own],
+        exact=checked.exact[own] if len(checked.exact) else checked.exact,
+        time=updates.time[own],
+        now=now,
+    )
+
+
+def _take_over(folded: Folded, done: Done, begin: int) -> None:
+    """The bodies that a kernel wrote, where they differ from what was there."""
+    folded.dropped += done.dropped
+    folded.expires_at[begin : begin + len(done.status)] = done.expires_at
+    written = np.flatnonzero(done.status == WRITTEN)
+    if not len(written):
+        return
+    whole = done.buffer[: done.starts[-1]].tobytes()
+    bodies = folded.bodies
+    ends = done.starts[written + 1].tolist()
+    for profile, start, end in zip((written + begin).tolist(), done.starts[written].tolist(), ends, strict=True):
+        body = whole[start:end]
+        if body != bodies[profile]:
+            bodies[profile] = body
+            folded.changed[profile] = True
+
+
+def _add_bill(folded: Folded, tables: Tables, bill: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> None:
+    for place in np.flatnonzero(bill.any(axis=1)).tolist():
+        counter_id = int(tables.ids[place])
+        before = folded.bill.get(counter_id, (0.0, 0.0))
+        folded.bill[counter_id] = (before[0] + float(bill[place, 0]), before[1] + float(bill[place, 1]))
+
+
+assert UNCHANGED == 0  # kernels begin with zeros

@@ -1,0 +1,121 @@
+"""The wire form of packs where the protobuf library would copy: fields by their place in the body."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from keyfold.counters.errors import BodyUnreadable
+
+Span = tuple[int, int]
+
+VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
+
+
+class RowPlace(Struct):
+    """Where the values of one row lie; `field` is their kind."""
+
+    field: int
+    spans: list[Span]
+
+
+class PackPlace(Struct):
+    """Where the parts of one pack lie. A row of a kind that is unknown here is None."""
+
+    counter_ids: list[Span]
+    keys: list[Span]
+    rows: list[RowPlace | None]
+
+
+def packs(body: bytes) -> Iterator[PackPlace]:
+    """The packs of a profile, and its older single counters as packs of one."""
+    for number, kind, start, end in _fields(body, 0, len(body)):
+        if number in (3, 4) and kind == LENGTH:
+            yield _pack(body, start, end)
+
+
+def varints(body: bytes, spans: list[Span]) -> NDArray[np.uint64]:
+    """Unsigned numbers, seven bits a byte, the least first; decoded for all at once."""
+    raw = np.concatenate([np.frombuffer(body, np.uint8, end - start, start) for start, end in spans] or [_NOTHING])
+    if not len(raw):
+        return np.empty(0, np.uint64)
+    last = raw < 0x80
+    if not last[-1]:
+        raise BodyUnreadable("a number is cut off")
+    ends = np.flatnonzero(last)
+    starts = np.concatenate(([0], ends[:-1] + 1))
+    lengths = ends - starts + 1
+    if lengths.max() > 10:
+        raise BodyUnreadable("a number is longer than 64 bits")
+    places = np.arange(len(raw)) - np.repeat(starts, lengths)
+    bits = (raw & 0x7F).astype(np.uint64) << (places * 7).astype(np.uint64)
+    return np.add.reduceat(bits, starts)
+
+
+def fixed(body: bytes, spans: list[Span], dtype: str) -> NDArray[np.generic]:
+    """Numbers of a fixed width: a view of the body, unless they were written in several pieces."""
+    width = np.dtype(dtype).itemsize
+    if any((end - start) % width for start, end in spans):
+        raise BodyUnreadable("a value is cut off")
+    views = [np.frombuffer(body, dtype, (end - start) // width, start) for start, end in spans]
+    return views[0] if len(views) == 1 else np.concatenate(views or [np.empty(0, dtype)])
+
+
+def _pack(body: bytes, start: int, end: int) -> PackPlace:
+    place = PackPlace([], [], [])
+    for number, kind, first, last in _fields(body, start, end):
+        if number == 1 and kind in (VARINT, LENGTH):
+            place.counter_ids.append((first, last))
+        elif number == 2 and kind in (VARINT, LENGTH):
+            place.keys.append((first, last))
+        elif number == 3 and kind == LENGTH:
+            place.rows.append(_row(body, first, last))
+    return place
+
+
+def _row(body: bytes, start: int, end: int) -> RowPlace | None:
+    row: RowPlace | None = None
+    for number, kind, first, last in _fields(body, start, end):
+        if 1 <= number <= 4 and kind == LENGTH:
+            if row is None or row.field != number:
+                row = RowPlace(number, [])  # the last kind that was written is the one that counts
+            row.spans += [(a, b) for inner, _, a, b in _fields(body, first, last) if inner == 1]
+    return row
+
+
+def _fields(body: bytes, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """(number, wire type, start and end of its content) of each field of a message."""
+    at = start
+    while at < end:
+        tag, at = _varint(body, at, end)
+        kind = tag & 7
+        if kind == VARINT:
+            first = at
+            _, at = _varint(body, at, end)
+        elif kind == LENGTH:
+            length, first = _varint(body, at, end)
+            at = first + length
+        elif kind in (FIXED64, FIXED32):
+            first, at = at, at + (8 if kind == FIXED64 else 4)
+        else:
+            raise BodyUnreadable(f"there is no wire type {kind} here")
+        if at > end:
+            raise BodyUnreadable("a field is cut off")
+        yield tag >> 3, kind, first, at
+
+
+def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= end:
+            break
+        byte = body[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise BodyUnreadable("a number is cut off")
+
+
+_NOTHING = np.empty(0, np.uint8)

@@ -1,0 +1,211 @@
+"""The rules of profiles, pure: what an event must be, what holds an owned update back, and what releases it."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from keyfold.core.errors import BadInput, KeyfoldError
+from keyfold.counters.catalog import Catalog, Counter
+from keyfold.counters.errors import UpdateRefused
+from keyfold.counters.model import must_be_time, must_be_update
+from keyfold.profiles.handlers import Event, Handlers, Update, Updates
+
+ProfileKey = tuple[str, str]  # type, id
+EVENT_ID_MAX = 200
+PROFILE_ID_MAX = 200
+UPDATES_MAX = 1_000
+
+Status = Literal["counted", "duplicate", "conflict", "late", "refused"]
+
+
+class Verdict(Struct, frozen=True):
+    """What became of an event. It does not say whether something was held back."""
+
+    event_id: str
+    status: Status
+    reason: str = ""
+
+
+class Row(Struct, frozen=True):
+    """One update of one profile, as an event asked for it; `number` is its place in the event."""
+
+    profile: ProfileKey
+    counter: Counter
+    key: int
+    value: float | int
+    time: int
+    owner: int
+    event_id: str
+    log: str
+    number: int
+
+
+class Ready(Struct, frozen=True):
+    """An event that its handlers have read."""
+
+    log: str
+    event_id: str
+    time: int
+    fingerprint: int
+    rows: list[Row]
+
+
+class Held(Struct, frozen=True):
+    """An owned update that waits for a second source."""
+
+    counter_id: int
+    key: int
+    value: float | int
+    time: int
+    owner: int
+    event_id: str
+    log: str
+    number: int
+    committed_at_us: int
+
+    @property
+    def age(self) -> tuple[int, int, str]:
+        """The smallest go first where there are too many."""
+        return self.time, self.key, self.event_id
+
+
+def event_of(fields: Mapping[str, Any]) -> Event:
+    """An event from what was sent; refused where it lacks what every event has."""
+    event_id, time = fields.get("event_id"), fields.get("time")
+    if not isinstance(event_id, str) or not 1 <= len(event_id) <= EVENT_ID_MAX:
+        raise BadInput(f"event_id must be text of 1 to {EVENT_ID_MAX} characters", place="event_id")
+    if not isinstance(time, int) or isinstance(time, bool):
+        raise BadInput("time must be whole unix seconds", place="time")
+    return Event(event_id, time, fields)
+
+
+def profile_id_of(given: Any, place: str = "profile_id") -> str:
+    """An id as it is stored: text, or a 64-bit number written as text."""
+    if isinstance(given, int) and not isinstance(given, bool):
+        if not -(2**63) <= given < 2**64:
+            raise BadInput("a number must fit in 64 bits", place=place)
+        return str(given)
+    if not isinstance(given, str) or not 1 <= len(given) <= PROFILE_ID_MAX or "\0" in given:
+        raise BadInput(f"an id must be a 64-bit number, or text of 1 to {PROFILE_ID_MAX} characters", place=place)
+    return given
+
+
+def ready(catalog: Catalog, handlers: Handlers, log: str, event: Event, now: int, future_seconds_max: int) -> Ready:
+    """Let the handlers of a log read an event; every update is checked: an event counts whole or not at all."""
+    must_be_time(event.time, now, future_seconds_max)
+    rows: list[Row] = []
+    for each in handlers.by_log.get(log, ()):
+        updates = Updates(catalog)
+        try:
+            each.handle(event, updates)
+        except KeyfoldError:
+            raise
+        except Exception as error:
+            raise UpdateRefused(
+                f"the handler {each.handle.__name__} failed: {type(error).__name__}: {error}"
+            ) from error
+        if not updates.rows:
+            continue
+        profile = (each.profile_type, profile_id_of(event.fields.get(each.id_field), each.id_field))
+        for update in updates.rows:
+            _must_fit(update, log, each.profile_type, event.time, now, future_seconds_max)
+            counter, key, value, owner = update
+            rows.append(Row(profile, counter, key, value, event.time, owner, event.id, log, len(rows)))
+    if len(rows) > UPDATES_MAX:
+        raise UpdateRefused(f"the event makes {len(rows)} updates, {UPDATES_MAX} are allowed")
+    return Ready(log, event.id, event.time, fingerprint(event.fields), rows)
+
+
+def fingerprint(fields: Mapping[str, Any]) -> int:
+    """64 bits of what an event says, whatever the order of its fields: the same id must say the same."""
+    encoded = msgspec.json.encode(fields, order="sorted")
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "big", signed=True)
+
+
+def _must_fit(update: Update, log: str, profile_type: str, time: int, now: int, future_seconds_max: int) -> None:
+    counter, key, value, owner = update
+    if not isinstance(key, int) or not isinstance(value, int | float):
+        raise UpdateRefused(f"{counter.name} takes a key and a value that are numbers")
+    must_be_update(counter, key, value, time, now, future_seconds_max)
+    if counter.profile_type != profile_type:
+        raise UpdateRefused(f"{counter.name} belongs to profiles of type {counter.profile_type}, not {profile_type}")
+    if counter.input_types and log not in counter.input_types:
+        raise UpdateRefused(f"{counter.name} does not accept the log {log}, only {', '.join(counter.input_types)}")
+    if not 0 <= owner < 2**64:
+        raise UpdateRefused(f"the owner {owner} is not an unsigned 64-bit number")
+
+
+def must_have_room(row: Row, delayed_records_max: int | None) -> None:
+    """An owned update may only go where it can be held back: elsewhere it would be public."""
+    if row.owner and delayed_records_max is None:
+        raise UpdateRefused(
+            f"{row.counter.name} has no MaxDelayedRecords, so it cannot take data that is owned",
+            hint="Set it in the CleanUpSettings of its time counter",
+        )
+
+
+class Settled(Struct):
+    """One key after a batch: what was released, and what waits on."""
+
+    released: list[Held]
+    waiting: list[Held]
+
+
+def settled(
+    held: Sequence[Held],
+    public_time: int | None,
+    steps: Sequence[Held | int],
+    *,
+    merge_seconds: int,
+    expired_before: int | None,
+) -> Settled:
+    """What a sequence of updates of one key releases: an int is the time of a public update, a Held is an owned one.
+
+    Step by step, as if each came alone: so it does not matter how events were gathered into batches.
+    """
+    waiting = list(held)
+    released: list[Held] = []
+    latest = public_time
+    for step in steps:
+        if isinstance(step, Held):
+            waiting.append(step)
+        else:
+            latest = _moved(latest, step, expired_before)
+        while free := _free(waiting, latest, merge_seconds):
+            released += free
+            gone = {id(each) for each in free}
+            waiting = [each for each in waiting if id(each) not in gone]
+            for each in sorted(free, key=lambda one: -one.time):
+                latest = _moved(latest, each.time, expired_before)
+    return Settled(released, waiting)
+
+
+def released_by_merge(held: Sequence[Sequence[Held]], public_time: int | None, merge_seconds: int) -> list[Held]:
+    """What the held-back updates of one key, of several profiles of one person, release of each other."""
+    every = [each for profile in held for each in profile]
+    steps: list[Held | int] = list(every)
+    return settled([], public_time, steps, merge_seconds=merge_seconds, expired_before=None).released
+
+
+def _free(waiting: Sequence[Held], latest: int | None, merge_seconds: int) -> list[Held]:
+    """Those with another source strictly closer than the period: the public key, or a held update of another owner."""
+    if latest is None and len({each.owner for each in waiting}) < 2:
+        return []
+    free = []
+    for each in waiting:
+        by_public = latest is not None and abs(each.time - latest) < merge_seconds
+        if by_public or any(
+            other.owner != each.owner and abs(each.time - other.time) < merge_seconds for other in waiting
+        ):
+            free.append(each)
+    return free
+
+
+def _moved(latest: int | None, time: int, expired_before: int | None) -> int | None:
+    """The public time after an update: one that is too old for a key that is not there changes nothing."""
+    if latest is None:
+        return None if expired_before is not None and time < expired_before else time
+    return max(latest, time)

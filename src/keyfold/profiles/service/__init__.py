@@ -1,0 +1,1 @@
+"""The verbs of profiles, each a batch inside a transaction."""

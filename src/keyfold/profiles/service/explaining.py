@@ -1,0 +1,74 @@
+"""For an administrator: what of a profile is held back, since when, until when, and what it waits for."""
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from keyfold.core.store import Transaction
+from keyfold.counters.counters import Counters
+from keyfold.profiles.model import Held, ProfileKey
+from keyfold.profiles.service.counting import held_at
+from keyfold.profiles.service.product import Product
+from keyfold.profiles.service.reading import stored_bodies
+
+
+class Explained(Struct, frozen=True):
+    """One held-back update."""
+
+    counter: str
+    counter_id: int
+    key: int
+    owner: str  # sixteen hexadecimal digits
+    value: float | int
+    time: int
+    event_id: str
+    log: str
+    held_since_us: int
+    held_until_us: int
+    waits_for: str
+
+
+def explain(
+    tx: Transaction, product: Product, profile: ProfileKey, counter: int | str | None = None, key: int | None = None
+) -> list[Explained]:
+    """Every update of a profile that is held back, oldest first."""
+    places = held_at(tx, product, {"profile_type": [profile[0]], "profile_id": [profile[1]]})
+    group_id = None if counter is None else product.catalog.group_of(product.catalog[counter].id).id
+    body = stored_bodies(tx, [profile]).get(profile, b"")
+    public = Counters(product.catalog, body, tx.now_us // 1_000_000)
+    found = []
+    for (_, _, group, at), waiting in places.items():
+        if (group_id is None or group == group_id) and (key is None or at == key) and group in product.catalog.groups:
+            time = public.find(group, at)
+            found += [_explained(product, each, waiting, None if time is None else time.time) for each in waiting]
+    return sorted(found, key=lambda each: (each.held_since_us, each.event_id))
+
+
+def _explained(product: Product, held: Held, waiting: Sequence[Held], public_time: int | None) -> Explained:
+    known = product.catalog.counters.get(held.counter_id)
+    return Explained(
+        known.name if known else "",
+        held.counter_id,
+        held.key,
+        f"{held.owner:016x}",
+        held.value,
+        held.time,
+        held.event_id,
+        held.log,
+        held.committed_at_us,
+        held.committed_at_us + product.settings.delete_us,
+        _waits_for(held, waiting, public_time, product.settings.merge_seconds),
+    )
+
+
+def _waits_for(held: Held, waiting: Sequence[Held], public_time: int | None, merge_seconds: int) -> str:
+    within = f"between {held.time - merge_seconds + 1} and {held.time + merge_seconds - 1}"
+    others = {each.owner for each in waiting} - {held.owner}
+    seen = []
+    if public_time is not None:
+        seen.append(f"the public key is at {public_time}")
+    if others:
+        seen.append(f"{len(others)} other owner{'s' if len(others) > 1 else ''} too far away in time")
+    return f"an update of this key without an owner, or of another owner, {within}" + (
+        f" ({'; '.join(seen)})" if seen else ""
+    )

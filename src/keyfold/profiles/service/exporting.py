@@ -1,0 +1,113 @@
+"""Export of all profiles to Parquet: one row a profile with the message `Profile`, visible whole or not at all."""
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from msgspec import Struct
+
+from keyfold.core.errors import BadInput, Conflict
+from keyfold.core.store import Store, Transaction
+from keyfold.counters.counters import MutableCounters
+from keyfold.counters.errors import PackWrong
+from keyfold.profiles.model import ProfileKey
+from keyfold.profiles.service.message import whole
+from keyfold.profiles.service.product import Product
+from keyfold.profiles.tables import PROFILES
+
+PAGE = 2_000
+
+
+class Exported(Struct, frozen=True):
+    path: str
+    profiles: int
+    broken: int  # left out, because their stored body breaks an invariant
+
+
+def export(
+    store: Store, product: Product, path: Path, *, profile_type: str | None = None, report: Callable[[int], None]
+) -> Exported:
+    """Write every public profile, in the order of type and id; each page is read in one statement.
+
+    The file is written aside, synced and renamed: whoever looks sees the old one or the whole new one.
+    """
+    arrow, parquet = _library()
+    if path.exists() and not path.is_file():
+        raise Conflict(f"{path} is there and is not a file")
+    if not path.parent.is_dir():
+        raise BadInput(f"there is no folder {path.parent}")
+    schema = arrow.schema(
+        [("type", arrow.string()), ("id", arrow.string()), ("version", arrow.uint64()), ("profile", arrow.binary())]
+    )
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    count = broken = 0
+    try:
+        with parquet.ParquetWriter(aside, schema, compression="zstd") as writer:
+            for page, wrong in _pages(store, product, profile_type):
+                columns = [list(column) for column in zip(*page, strict=True)] if page else [[], [], [], []]
+                writer.write_table(arrow.table(dict(zip(schema.names, columns, strict=True)), schema=schema))
+                count, broken = count + len(page), broken + wrong
+                report(count)
+        _sync(aside)
+        os.replace(aside, path)
+        _sync(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+    return Exported(str(path), count, broken)
+
+
+Exportable = tuple[str, str, int, bytes]
+
+
+def _pages(store: Store, product: Product, profile_type: str | None) -> Iterator[tuple[list[Exportable], int]]:
+    after: ProfileKey = ("", "")
+    while True:
+        rows, now = store.read(partial(_page, after=after, profile_type=profile_type))
+        page = [_exportable(product, row, now) for row in rows]
+        yield [each for each in page if each is not None], sum(each is None for each in page)
+        if len(rows) < PAGE:
+            return
+        after = (rows[-1].profile_type, rows[-1].profile_id)
+
+
+def _page(tx: Transaction, after: ProfileKey, profile_type: str | None) -> tuple[list[Any], int]:
+    place = sa.tuple_(PROFILES.c.profile_type, PROFILES.c.profile_id)
+    wanted = sa.select(PROFILES).where(
+        place > sa.tuple_(*(sa.literal(each) for each in after)), PROFILES.c.public_version > 0
+    )
+    if profile_type is not None:
+        wanted = wanted.where(PROFILES.c.profile_type == profile_type)
+    page = wanted.order_by(PROFILES.c.profile_type, PROFILES.c.profile_id).limit(PAGE)
+    return list(tx.execute(page)), tx.now_us // 1_000_000
+
+
+def _exportable(product: Product, row: Any, now: int) -> Exportable | None:
+    """What has expired since the last change is left out, as in every answer."""
+    key = (row.profile_type, row.profile_id)
+    try:
+        counters = MutableCounters(product.catalog, bytes(row.body), now)
+        counters.cleanup()
+    except PackWrong:
+        return None
+    body = counters.serialise()
+    return (*key, row.public_version, whole(key, body, bytes(row.segments), row.public_version))
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _library() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise BadInput("Parquet needs PyArrow", hint="pip install 'keyfold[bulk]'") from None
+    return pyarrow, parquet

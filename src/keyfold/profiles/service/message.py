@@ -1,0 +1,19 @@
+"""The one message of a profile: what the API answers, what is published, what an export holds."""
+
+from collections.abc import Sequence
+
+from keyfold.counters.messages_pb2 import Profile, Segment
+from keyfold.profiles.model import ProfileKey
+
+
+def whole(key: ProfileKey, body: bytes, segments: bytes, version: int) -> bytes:
+    """A serialised Profile: its parts are stored as messages of the same type, so that they only need to be joined."""
+    head = Profile(type=key[0], id=key[1]).SerializeToString()
+    return head + body + segments + Profile(version=version).SerializeToString()
+
+
+def segments_stored(segments: Sequence[tuple[str, int]]) -> bytes:
+    """The segments of a profile as they are stored, in their order."""
+    return Profile(
+        segments=[Segment(id=each, evaluation_version=version) for each, version in segments]
+    ).SerializeToString()

@@ -1,0 +1,283 @@
+"""Reading profiles: the ids of one person merged, held back data left out, restricted counters left out and named."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+from msgspec import Struct
+
+from keyfold.core.errors import BadInput
+from keyfold.core.store import Transaction
+from keyfold.core.store.shapes import load
+from keyfold.counters.catalog import Counter, Group, Kind
+from keyfold.counters.counters import Counters, MutableCounters
+from keyfold.counters.messages_pb2 import Profile
+from keyfold.counters.model import Number
+from keyfold.counters.packs import FIELDS, parsed, shape
+from keyfold.profiles.model import Held, ProfileKey, released_by_merge
+from keyfold.profiles.service.counting import Place, held_at
+from keyfold.profiles.service.product import Product
+from keyfold.profiles.settings import ClientView
+from keyfold.profiles.tables import KEY_FREQUENCIES, PROFILE_TOTALS, PROFILES
+
+
+class LeftOut(Struct, frozen=True):
+    """A counter that was not given, and why."""
+
+    counter_id: int
+    reason: str
+
+
+class View(Struct, frozen=True):
+    """What one request of one client may see and wants: counters by id, whole sections, the moment of the values."""
+
+    counters: frozenset[int]
+    left_out: list[LeftOut]
+    segments: bool = True
+    at_now: bool = False
+    weighted: bool = False
+    legacy: bool = False
+
+
+class Pack(Struct, frozen=True):
+    """Counters that share keys, as they are answered."""
+
+    counter_ids: list[int]
+    keys: Sequence[int]
+    rows: list[tuple[Kind, Sequence[Number]]]
+
+
+class Read(Struct, frozen=True):
+    """One answered profile; version 0: nothing is known of it."""
+
+    key: ProfileKey
+    packs: list[Pack]
+    segments: list[tuple[str, int]]
+    version: int
+
+
+def view_of(
+    product: Product,
+    client: ClientView,
+    wanted: Sequence[int | str] | None,
+    *,
+    at_now: bool = False,
+    weighted: bool = False,
+) -> View:
+    """What a client receives of what it asked for; what it does not is listed with the reason."""
+    catalog = product.catalog
+    configured = None if client.counters is None else {catalog[each].id for each in client.counters}
+    asked = [catalog[each] for each in wanted] if wanted is not None else list(catalog.counters.values())
+    given: set[int] = set()
+    left_out: list[LeftOut] = []
+    for counter in asked if "counters" in client.keywords else ():
+        if counter.restriction is not None and counter.restriction not in client.restrictions:
+            left_out.append(LeftOut(counter.id, f"needs a grant for {counter.restriction}"))
+        elif configured is not None and counter.id not in configured:
+            if wanted is not None:
+                left_out.append(LeftOut(counter.id, "not among the counters of this client"))
+        else:
+            given.add(counter.id)
+    return View(
+        frozenset(given), left_out, "segments" in client.keywords, at_now, weighted and bool(given), client.legacy
+    )
+
+
+def read_profiles(
+    tx: Transaction, product: Product, entries: Sequence[tuple[Sequence[ProfileKey], View]]
+) -> list[Read]:
+    """Each entry is one person: the profiles of all its ids, merged."""
+    now = tx.now_us // 1_000_000
+    keys = sorted({key for ids, _ in entries for key in ids})
+    columns = {"profile_type": [each for each, _ in keys], "profile_id": [each for _, each in keys]}
+    found = load(tx, PROFILES, columns, ("body", "segments", "public_version"))
+    # Whoever is read with others is looked up among the held back whether or not anything is there: the work shows not.
+    merged = sorted({key for ids, _ in entries if len(ids) > 1 for key in ids})
+    held = _held(tx, product, merged) if merged and product.delayed else {}
+    weights = _Weights(tx, product) if any(view.weighted for _, view in entries) else None
+    return [_read(product, ids, view, found, held, now, weights) for ids, view in entries]
+
+
+def stored_bodies(tx: Transaction, keys: Sequence[ProfileKey]) -> dict[ProfileKey, bytes]:
+    columns = {"profile_type": [each for each, _ in keys], "profile_id": [each for _, each in keys]}
+    return {(key[0], key[1]): bytes(row[0]) for key, row in load(tx, PROFILES, columns, ("body",)).items()}
+
+
+Found = Mapping[tuple[Any, ...], tuple[Any, ...]]
+
+
+def _read(
+    product: Product,
+    ids: Sequence[ProfileKey],
+    view: View,
+    found: Found,
+    held: Mapping[ProfileKey, list[tuple[int, Held]]],
+    now: int,
+    weights: "_Weights | None",
+) -> Read:
+    rows = [row for key in ids if (row := found.get(key)) is not None and row[2]]
+    version = sum(row[2] for row in rows)
+    segments = _segments(rows) if view.segments else []
+    if not view.counters:
+        return Read(ids[0], [], segments, version)
+    if len(ids) == 1:
+        packs = packs_of(product, bytes(rows[0][0]), view, now) if rows else []
+    else:
+        merged = merged_profile(product, [bytes(row[0]) for row in rows], [held.get(key, []) for key in ids], now)
+        packs = _picked(merged, view, now)
+    return Read(ids[0], weights.applied(packs) if weights and view.weighted else packs, segments, version)
+
+
+def merged_profile(
+    product: Product, bodies: Sequence[bytes], held: Sequence[Sequence[tuple[int, Held]]], now: int
+) -> MutableCounters:
+    """Several profiles of one person as one; what their owners confirm of each other is in it, and is not written."""
+    merged = MutableCounters(product.catalog, b"", now, future_seconds_max=2**33)
+    for body in bodies:
+        merged.absorb(Counters(product.catalog, body, now))
+    by_place: dict[tuple[int, int], list[list[Held]]] = {}
+    for profile in held:
+        own: dict[tuple[int, int], list[Held]] = {}
+        for group_id, each in profile:
+            own.setdefault((group_id, each.key), []).append(each)
+        for place, here in own.items():
+            by_place.setdefault(place, []).append(here)
+    for (group_id, key), waiting in sorted(by_place.items()):
+        public = merged.find(group_id, key)
+        freed = released_by_merge(waiting, public.time if public else None, product.settings.merge_seconds)
+        for each in sorted(freed, key=lambda one: -one.time):
+            counter = product.catalog[each.counter_id]
+            if not counter.not_glued:
+                merged.update(counter.id, each.key, each.value, each.time)
+    merged.cleanup()
+    return merged
+
+
+def packs_of(product: Product, body: bytes, view: View, now: int) -> list[Pack]:
+    """The counters of one stored profile. A pack that needs nothing done to it is passed on as it lies."""
+    profile = parsed(body)
+    picked: list[Pack] = []
+    slow: Counters | None = None
+    done: set[int] = set()
+    for pack in profile.packed_counters:
+        ids, values = shape(pack)
+        wanted = [index for index, each in enumerate(ids) if each in view.counters]
+        if not wanted:
+            continue
+        group = product.catalog.group_of(ids[wanted[0]])
+        if group.id in done:
+            continue
+        if not view.at_now and _is_plain(group, ids, values, now, len(pack.keys)):
+            rows = [_row(values[index]) for index in wanted]
+            picked.append(Pack([ids[index] for index in wanted], list(pack.keys), rows))
+            continue
+        slow = slow or Counters(product.catalog, body, now)
+        for each in sorted({product.catalog.group_of(ids[index]).id for index in wanted}):
+            done.add(each)
+            picked += _pack(slow, product.catalog.groups[each], view, now)
+    if profile.counters:  # an older form that was stored by someone else
+        return _picked(Counters(product.catalog, body, now), view, now)
+    return picked
+
+
+def _is_plain(group: Group, ids: Sequence[int], values: Sequence[Any], now: int, count: int) -> bool:
+    """Whether a stored pack is one whole group, nothing of it expired and no key too many."""
+    if group.time is None:
+        return len(ids) == 1
+    members = group.counter_ids
+    if any(each not in members for each in ids) or group.time.id not in ids:
+        return False
+    if group.records_max is not None and count > group.records_max:
+        return False
+    if group.expire_seconds is None:
+        return True
+    times = values[list(ids).index(group.time.id)].fixed32_values.value
+    return len(times) == count and min(times) >= now - group.expire_seconds
+
+
+def _row(row: Any) -> tuple[Kind, Sequence[Number]]:
+    field = row.WhichOneof("value")
+    return FIELDS[field], list(getattr(row, field).value)
+
+
+def _picked(counters: Counters, view: View, now: int) -> list[Pack]:
+    return [pack for group in counters.groups() for pack in _pack(counters, group, view, now)]
+
+
+def _pack(counters: Counters, group: Group, view: View, now: int) -> list[Pack]:
+    ids = [each for each in counters.counter_ids(group) if each in view.counters]
+    keys = newest(counters, group)
+    if not ids or not keys:
+        return []
+    members = [counters.catalog[each] for each in ids]
+    at = now if view.at_now else None
+    return [Pack(ids, keys, [(c.kind, _whole(c, counters.column(c, group, keys, at))) for c in members])]
+
+
+def newest(counters: Counters, group: Group) -> list[int]:
+    """The live keys of a group, within MaxRecords, ascending: as if cleanup had just run."""
+    keys = counters.keys(group)
+    if group.records_max is None or len(keys) <= group.records_max or group.time is None:
+        return keys
+    times = dict(zip(keys, counters.column(group.time, group, keys), strict=True))
+    return sorted(sorted(keys, key=lambda key: (times[key], key))[-group.records_max :])
+
+
+def _whole(counter: Counter, values: list[Number]) -> Sequence[Number]:
+    return [float(value) for value in values] if counter.kind in (Kind.FLOAT, Kind.DOUBLE) else values
+
+
+def _segments(rows: Sequence[tuple[Any, ...]]) -> list[tuple[str, int]]:
+    """The segments of all ids, each once, at its newest evaluation."""
+    found: dict[str, int] = {}
+    for row in rows:
+        if row[1]:
+            for each in Profile.FromString(bytes(row[1])).segments:
+                found[each.id] = max(each.evaluation_version, found.get(each.id, 0))
+    return list(found.items())
+
+
+def _held(tx: Transaction, product: Product, keys: Sequence[ProfileKey]) -> dict[ProfileKey, list[tuple[int, Held]]]:
+    columns = {"profile_type": [each for each, _ in keys], "profile_id": [each for _, each in keys]}
+    by_profile: dict[ProfileKey, list[tuple[int, Held]]] = {}
+    places: Mapping[Place, list[Held]] = held_at(tx, product, columns)
+    for (profile_type, profile_id, group_id, _), waiting in places.items():
+        known = [each for each in waiting if each.counter_id in product.catalog]
+        by_profile.setdefault((profile_type, profile_id), []).extend((group_id, each) for each in known)
+    return by_profile
+
+
+class _Weights:
+    """The weight of rare keys: ln((1 + N) / (1 + df)), with N and df as the last run of the job counted them."""
+
+    def __init__(self, tx: Transaction, product: Product) -> None:
+        self._tx = tx
+        self._product = product
+        self._totals = {row.profile_type: row.profiles for row in tx.execute(sa.select(PROFILE_TOTALS))}
+        self._weights: dict[tuple[int, int], float] = {}
+
+    def applied(self, packs: Sequence[Pack]) -> list[Pack]:
+        return [
+            Pack(p.counter_ids, p.keys, [self._row(c, p, row) for c, row in zip(p.counter_ids, p.rows, strict=True)])
+            for p in packs
+        ]
+
+    def _row(self, counter_id: int, pack: Pack, row: tuple[Kind, Sequence[Number]]) -> tuple[Kind, Sequence[Number]]:
+        counter = self._product.catalog[counter_id]
+        if not counter.idf:
+            return row
+        total = self._totals.get(counter.profile_type, 0)
+        keys = {"counter_id": [counter_id] * len(pack.keys), "key": list(pack.keys)}
+        # A key that no row speaks of stands in one profile: this one.
+        known = load(self._tx, KEY_FREQUENCIES, keys, ("profiles",))
+        weights = [math.log((1 + total) / (1 + min(total, known.get((counter_id, key), (1,))[0]))) for key in pack.keys]
+        return Kind.DOUBLE, [value * weight for value, weight in zip(row[1], weights, strict=True)]
+
+
+def must_be_counters(product: Product, wanted: Collection[int | str]) -> None:
+    """Refuse a request that names what the catalog does not have."""
+    known = product.catalog
+    for index, each in enumerate(wanted):
+        if (each not in known.counters) if isinstance(each, int) else (each not in known.by_name):
+            raise BadInput(f"there is no counter {each}", place=f"counters[{index}]")

@@ -1,0 +1,115 @@
+"""What ages: held-back updates nobody confirmed, marks behind the watermark, profiles that have expired whole."""
+
+import sqlalchemy as sa
+from msgspec import Struct
+
+from keyfold.core.store import Transaction
+from keyfold.core.store.batch import Columns
+from keyfold.core.store.shapes import delete, increment, load
+from keyfold.profiles import metrics
+from keyfold.profiles.model import ProfileKey
+from keyfold.profiles.service.counting import Stored, loaded, publish
+from keyfold.profiles.service.product import Product
+from keyfold.profiles.tables import EVENT_MARKS, EVENT_WATERMARKS, HELD_UPDATES, PROFILE_FLOORS, PROFILES
+
+DAY_SECONDS = 86_400
+
+
+def delete_unconfirmed(tx: Transaction, product: Product, rows_max: int) -> int:
+    """Delete held-back updates past their period, oldest first; they had no effect since that moment."""
+    before = tx.now_us - product.settings.delete_us
+    edge = (
+        sa.select(HELD_UPDATES.c.committed_at_us)
+        .where(HELD_UPDATES.c.committed_at_us <= before)
+        .order_by(HELD_UPDATES.c.committed_at_us)
+        .limit(1)
+        .offset(rows_max - 1)
+    )
+    newest = tx.execute(edge).scalar()
+    until = before if newest is None else min(before, newest)
+    removed = tx.execute(sa.delete(HELD_UPDATES).where(HELD_UPDATES.c.committed_at_us <= until)).rowcount
+    tx.after_commit.append(lambda: metrics.DELETED.inc(removed))
+    return removed
+
+
+def move_watermarks(tx: Transaction, product: Product) -> None:
+    """Events of a day that lies `event_days` back are late from now on. A watermark never moves back."""
+    logs = product.handlers.logs
+    edge = (tx.now_us // 1_000_000 // DAY_SECONDS - product.settings.event_days) * DAY_SECONDS
+    stands = load(tx, EVENT_WATERMARKS, {"log": logs}, ("time",))
+    behind = [log for log in logs if stands.get((log,), (0,))[0] < edge]
+    if behind:
+        increment(tx, EVENT_WATERMARKS, {"log": behind, "time": [edge] * len(behind)}, greatest=["time"])
+
+
+def purge_marks(tx: Transaction, product: Product, rows_max: int) -> int:
+    """Delete marks a whole day behind the watermark: every transaction that saw an older one has long ended."""
+    removed = 0
+    stands = load(tx, EVENT_WATERMARKS, {"log": product.handlers.logs}, ("time",))
+    for (log,), (time,) in stands.items():
+        here = EVENT_MARKS.c.log == log
+        before = time - DAY_SECONDS
+        edge = sa.select(EVENT_MARKS.c.time).where(here, EVENT_MARKS.c.time < before)
+        newest = tx.execute(edge.order_by(EVENT_MARKS.c.time).limit(1).offset(rows_max - 1)).scalar()
+        until = before if newest is None else newest + 1
+        removed = max(removed, tx.execute(sa.delete(EVENT_MARKS).where(here, EVENT_MARKS.c.time < until)).rowcount)
+    return removed
+
+
+class Step(Struct, frozen=True):
+    """How far a walk over all profiles came; None: to the end."""
+
+    after: ProfileKey | None
+    removed: int
+
+
+def delete_expired(tx: Transaction, product: Product, after: ProfileKey, rows_max: int) -> Step:
+    """Look at the next profiles, and delete those of which nothing is left. Readers have not seen it for long."""
+    now = tx.now_us // 1_000_000
+    page = tx.execute(next_page(after, rows_max)).all()
+    gone = [
+        (row.profile_type, row.profile_id) for row in page if row.expires_at < now and row.held_until_us < tx.now_us
+    ]
+    rows = {key: row for key, row in loaded(tx, gone).items() if _is_empty(row, now, tx.now_us)} if gone else {}
+    _delete(tx, product, rows)
+    last = (page[-1].profile_type, page[-1].profile_id) if len(page) == rows_max else None
+    return Step(last, len(rows))
+
+
+def next_page(after: ProfileKey, rows_max: int) -> sa.Select[tuple[str, str, int, int]]:
+    """Profiles in the order of their key."""
+    place = sa.tuple_(PROFILES.c.profile_type, PROFILES.c.profile_id)
+    return (
+        sa.select(PROFILES.c.profile_type, PROFILES.c.profile_id, PROFILES.c.expires_at, PROFILES.c.held_until_us)
+        .where(place > sa.tuple_(*(sa.literal(each) for each in after)))
+        .order_by(PROFILES.c.profile_type, PROFILES.c.profile_id)
+        .limit(rows_max)
+    )
+
+
+def _is_empty(row: Stored, now: int, now_us: int) -> bool:
+    """Judged under the row's lock: an update may have come since it was looked at."""
+    return bool(row.version) and row.expires_at < now and row.held_until_us < now_us and not row.segments
+
+
+def _delete(tx: Transaction, product: Product, rows: dict[ProfileKey, Stored]) -> None:
+    if not rows:
+        return
+    columns = {"profile_type": [key[0] for key in rows], "profile_id": [key[1] for key in rows]}
+    public = {key: row for key, row in rows.items() if row.public_version}
+    for row in public.values():
+        row.public_version, row.body = row.public_version + 1, b""
+    _raise_floors(tx, public)
+    delete(tx, PROFILES, columns)
+    if product.settings.publish:
+        publish(tx, product, public)
+    tx.after_commit.append(lambda: metrics.PROFILES_EXPIRED.inc(len(rows)))
+
+
+def _raise_floors(tx: Transaction, public: dict[ProfileKey, Stored]) -> None:
+    if public:
+        floors: Columns = {
+            "profile_type": [key[0] for key in public],
+            "version": [row.public_version for row in public.values()],
+        }
+        increment(tx, PROFILE_FLOORS, floors, greatest=["version"])

@@ -1,0 +1,102 @@
+"""The weights of rare keys (Idf): a periodic walk over all profiles counts in how many each key stands."""
+
+from collections import Counter as Tally
+
+import sqlalchemy as sa
+
+from keyfold.core.clock import SECOND_US
+from keyfold.core.context import Context
+from keyfold.core.store import Transaction
+from keyfold.core.store.batch import Columns
+from keyfold.core.store.shapes import increment, insert
+from keyfold.counters.counters import Counters
+from keyfold.counters.errors import PackWrong
+from keyfold.profiles.model import ProfileKey
+from keyfold.profiles.service.product import Product
+from keyfold.profiles.tables import KEY_FREQUENCIES, PROFILE_TOTALS, PROFILES
+
+PAGE = 1_000
+# Beyond this the rarest are forgotten: they weigh as if they stood in one profile only.
+KEYS_MAX = 1_000_000
+
+
+class Weighing:
+    """One walk in pages; what was counted replaces the last count in one transaction."""
+
+    def __init__(self, context: Context, product: Product) -> None:
+        self._store = context.store
+        self._product = product
+        self._idf = {c.id for c in product.catalog.counters.values() if c.idf}
+        self._types = sorted({product.catalog[each].profile_type for each in self._idf})
+        self._after: ProfileKey = ("", "")
+        self._totals: Tally[str] = Tally()
+        self._keys: Tally[tuple[int, int]] = Tally()
+
+    def step(self) -> bool:
+        """Count one page; whether the walk goes on."""
+        if not self._idf or (self._after == ("", "") and not self._is_due()):
+            return False
+        page = self._store.read(self._page)
+        for profile_type, profile_id, body, now in page:
+            self._after = (profile_type, profile_id)
+            self._count(profile_type, body, now)
+        if len(page) == PAGE:
+            return True
+        self._store.transact(self._replace, name="profile weights")
+        self._after, self._totals, self._keys = ("", ""), Tally(), Tally()
+        return False
+
+    def _is_due(self) -> bool:
+        def counted(tx: Transaction) -> bool:
+            last = tx.execute(sa.select(sa.func.min(PROFILE_TOTALS.c.counted_at_us))).scalar()
+            return last is None or tx.now_us - last >= self._product.settings.idf_hours * 3600 * SECOND_US
+
+        return self._store.read(counted)
+
+    def _page(self, tx: Transaction) -> list[tuple[str, str, bytes, int]]:
+        place = sa.tuple_(PROFILES.c.profile_type, PROFILES.c.profile_id)
+        rows = tx.execute(
+            sa.select(PROFILES.c.profile_type, PROFILES.c.profile_id, PROFILES.c.body)
+            .where(
+                place > sa.tuple_(*(sa.literal(each) for each in self._after)),
+                PROFILES.c.profile_type.in_(self._types),
+                PROFILES.c.public_version > 0,
+            )
+            .order_by(PROFILES.c.profile_type, PROFILES.c.profile_id)
+            .limit(PAGE)
+        )
+        now = tx.now_us // 1_000_000
+        return [(row.profile_type, row.profile_id, bytes(row.body), now) for row in rows]
+
+    def _count(self, profile_type: str, body: bytes, now: int) -> None:
+        try:
+            counters = Counters(self._product.catalog, body, now)
+            groups = list(counters.groups())
+        except PackWrong:
+            return
+        self._totals[profile_type] += 1
+        for group in groups:
+            if wanted := self._idf.intersection(counters.counter_ids(group)):
+                keys = counters.keys(group)
+                for counter_id in wanted:
+                    self._keys.update((counter_id, key) for key in keys)
+
+    def _replace(self, tx: Transaction) -> None:
+        """A key that stands in one profile needs no row: that is what a missing row means."""
+        kept = [(place, count) for place, count in self._keys.most_common(KEYS_MAX) if count > 1]
+        tx.execute(sa.delete(KEY_FREQUENCIES))
+        insert(
+            tx,
+            KEY_FREQUENCIES,
+            {
+                "counter_id": [counter_id for (counter_id, _), _ in kept],
+                "key": [key for (_, key), _ in kept],
+                "profiles": [count for _, count in kept],
+            },
+        )
+        totals: Columns = {
+            "profile_type": self._types,
+            "profiles": [self._totals[each] for each in self._types],
+            "counted_at_us": [tx.now_us] * len(self._types),
+        }
+        increment(tx, PROFILE_TOTALS, totals, latest=["profiles", "counted_at_us"])
