@@ -20,6 +20,11 @@ KEYFOLD = [sys.executable, "-m", "keyfold.cli.main"]
 TRIAL = [sys.executable, "-m", "tests.unit.http.trial"]
 START_SECONDS_MAX = 60.0
 LOGS = {"KEYFOLD_LOG_LEVEL": "debug", "KEYFOLD_LOG_FORM": "json"}
+# The example catalog, with the handlers of the tests.
+PROFILES = {
+    "KEYFOLD_PROFILES_CATALOG": str(ROOT / "src/keyfold/counters/examples/marketplace.proto"),
+    "KEYFOLD_PROFILES_HANDLERS": str(ROOT / "tests/profile_handlers.py"),
+}
 # For tests that call faster than any client may.
 QUIET_LIMITS = {
     "KEYFOLD_LIMITS_REFUSALS_PER_SECOND_MAX": "1000000",

@@ -862,6 +862,9 @@ CASES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("topics", "redrive"): ("tally",),
     ("tally", "add"): ("apples",),
     ("tally", "get"): ("apples",),
+    ("profiles", "get"): ("user", "1"),
+    ("profiles", "explain"): ("user", "1"),
+    ("profiles", "export"): ("profiles.parquet",),
     ("counters", "show"): (str(EXAMPLE),),
     ("counters", "lint"): (str(EXAMPLE), str(EXAMPLE)),
 }
@@ -873,6 +876,7 @@ ELSEWHERE = {
     ("token", "revoke"),
     ("token", "rotate"),
     ("topics", "discard"),
+    ("profiles", "replay"),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.acceptance.served import QUIET_LIMITS, ROOT, Served, Start, tally, token_for
+from tests.acceptance.served import PROFILES, QUIET_LIMITS, ROOT, Served, Start, tally, token_for
 
 pytestmark = pytest.mark.spec("CORE-18")
 
@@ -158,7 +158,7 @@ def test_the_page_fits_and_can_be_read(shared: Served, browser: Any, scheme: str
 
 @pytest.mark.timeout(400)
 def test_a_fuzz_run_of_the_whole_api_finds_nothing(start: Start, tmp_path: Path) -> None:
-    served = start("--no-work", **QUIET_LIMITS)
+    served = start("--no-work", **QUIET_LIMITS, **PROFILES)
     token = token_for(f"sqlite:///{tmp_path / 'keyfold.db'}")
     here = Path(__file__).parent
     ran = subprocess.run(
@@ -180,6 +180,6 @@ def test_a_fuzz_run_of_the_whole_api_finds_nothing(start: Start, tmp_path: Path)
         text=True,
     )
     assert ran.returncode == 0, ran.stdout
-    assert "Tested: 6" in ran.stdout
+    assert "Tested: 9" in ran.stdout
     assert served.call("GET", "/readyz").status_code == 200
     assert "failed unexpectedly" not in served.log

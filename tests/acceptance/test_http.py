@@ -278,7 +278,11 @@ def test_callers_that_go_away_leave_nothing_behind(shared: Served) -> None:
 
 # Who may do what --------------------------------------------------------------------------------------------------
 
-# One good request for every route in the document, about the tally `key`.
+# Of what a key stands for in a test: a tally of that name, a type of profile, a log that feeds this type alone.
+TYPES = {"a": "user", "hers": "user", "his": "banner", "nobodys": "page"}
+LOGS_OF = {"user": "visit", "banner": "ads", "page": "none"}
+
+# One good request for every route in the document, about the thing that `key` stands for.
 CASES: dict[tuple[str, str], Callable[[str], tuple[str, dict[str, Any]]]] = {
     ("post", "/v1/tallies"): lambda key: ("/v1/tallies", {"json": {"items": [{"key": key}]}}),
     ("post", "/v1/tallies/read"): lambda key: ("/v1/tallies/read", {"json": {"keys": [key]}}),
@@ -286,6 +290,15 @@ CASES: dict[tuple[str, str], Callable[[str], tuple[str, dict[str, Any]]]] = {
         f"/v1/tallies/{key}",
         {"json": {"value": 1}, "headers": {"If-Match": '"999999"'}},
     ),
+    ("post", "/v1/logs/{log}"): lambda key: (
+        f"/v1/logs/{LOGS_OF[TYPES[key]]}",
+        {"json": {"events": [{"event_id": f"{key}{time.monotonic_ns()}", "time": int(time.time()), "profile_id": 1}]}},
+    ),
+    ("post", "/v1/profiles"): lambda key: (
+        "/v1/profiles",
+        {"json": {"profiles": [{"ids": [{"type": TYPES[key], "id": 1}]}]}},
+    ),
+    ("get", "/v1/profiles/{type}/{id}/held"): lambda key: (f"/v1/profiles/{TYPES[key]}/1/held", {}),
     ("get", "/metrics"): lambda key: ("/metrics", {}),
 }
 NAMES_NOTHING = {("get", "/metrics")}
@@ -330,7 +343,7 @@ def test_every_route_takes_its_own_scope_and_no_other(shared: Served) -> None:
 def test_of_two_tokens_neither_sees_what_is_granted_to_the_other(shared: Served) -> None:
     """Disjoint grants × every route × both things; what is hidden looks as what is not there."""
     url = shared.store_url
-    tokens = {own: token_for(url, ["ingest", "read", "metrics"], tally=[own]) for own in ("hers", "his")}
+    tokens = {own: token_for(url, tally=[own], profile=[TYPES[own]]) for own in ("hers", "his")}
     for method, path, _ in guarded(shared):
         if (method, path) in NAMES_NOTHING:
             continue

@@ -12,6 +12,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from keyfold.counters.bulk.checks import Checked
 from keyfold.counters.bulk.columns import (
     FOREIGN,
     NEVER,
@@ -21,7 +22,9 @@ from keyfold.counters.bulk.columns import (
     Bytes,
     Done,
     Floats,
+    Gathered,
     Ints,
+    Updates,
     Words,
     Work,
 )
@@ -47,7 +50,8 @@ _ZERO, _ONE, _HALF = np.uint64(0), np.uint64(1), np.uint64(32)
 
 
 def _compiled(function: Function) -> Function:
-    return cast(Function, numba.njit(nogil=True)(function))
+    """Without the counting of references, which took more time than the work: such code may not make arrays."""
+    return cast(Function, numba.njit(nogil=True, _nrt=False)(function))
 
 
 def _compiled_and_kept(function: Function) -> Function:
@@ -135,36 +139,61 @@ def run(work: Work, tables: Tables) -> Done:
         tables.records_max,
         tables.expire_seconds,
     )
-    rows = Rows(work.counter, work.key, work.value, work.exact, work.time)
+    given = work.rows
+    rows = Rows(given.counter, given.key, given.value, given.exact, given.time)
     buffer, starts, status, expires_at, bill, dropped = _fold_all(
-        work.buffer, work.starts, work.row_starts, rows, work.now, known
+        work.buffer, work.starts, given.starts, rows, work.now, known
     )
     return Done(buffer=buffer, starts=starts, status=status, expires_at=expires_at, bill=bill, dropped=int(dropped))
 
 
-def rows_by_profile(profile: Ints, good: Bools | None, profiles: int) -> tuple[Ints, Ints]:
-    """Where the rows of each profile begin, and the rows in that order: a counting sort."""
-    return cast(
-        tuple[Ints, Ints], _rows_by_profile(profile, good if good is not None else np.empty(0, np.bool_), profiles)
+def gathered(updates: Updates, checked: Checked, profiles: int) -> Gathered:
+    starts, counter, key, value, exact, time = _gathered(
+        np.ascontiguousarray(updates.profile),
+        checked.good if checked.good is not None else np.empty(0, np.bool_),
+        profiles,
+        checked.counter,
+        np.ascontiguousarray(updates.key),
+        np.ascontiguousarray(updates.value),
+        checked.exact,
+        np.ascontiguousarray(updates.time),
     )
+    return Gathered(starts=starts, counter=counter, key=key, value=value, exact=exact, time=time)
 
 
 @_compiled_and_kept
-def _rows_by_profile(profile: Ints, good: Bools, profiles: int) -> Any:
+def _gathered(
+    profile: Ints,
+    good: Bools,
+    profiles: int,
+    counter: NDArray[np.int32],
+    key: Words,
+    value: Floats,
+    exact: Words,
+    time: Ints,
+) -> Any:
+    """A counting sort that moves the rows themselves, reading them in their order."""
     starts = np.zeros(profiles + 1, np.int64)
-    all_good = len(good) == 0
+    all_good, any_exact = len(good) == 0, len(exact) > 0
     for row in range(len(profile)):
         if all_good or good[row]:
             starts[profile[row] + 1] += 1
     for index in range(profiles):
         starts[index + 1] += starts[index]
-    rows = np.empty(starts[profiles], np.int64)
-    place = starts[:-1].copy()
+    count = starts[profiles]
+    places = starts[:-1].copy()
+    new_counter, new_key = np.empty(count, np.int32), np.empty(count, np.uint64)
+    new_value, new_time = np.empty(count, np.float64), np.empty(count, np.int64)
+    new_exact = np.empty(count if any_exact else 0, np.uint64)
     for row in range(len(profile)):
         if all_good or good[row]:
-            rows[place[profile[row]]] = row
-            place[profile[row]] += 1
-    return starts, rows
+            place = places[profile[row]]
+            places[profile[row]] = place + 1
+            new_counter[place], new_key[place] = counter[row], key[row]
+            new_value[place], new_time[place] = value[row], time[row]
+            if any_exact:
+                new_exact[place] = exact[row]
+    return starts, new_counter, new_key, new_value, new_exact, new_time
 
 
 # Reading the wire ---------------------------------------------------------------------------------------------------
@@ -229,7 +258,7 @@ def _all_finite(buffer: Bytes, at: int, count: int, kind: int) -> bool:
 
 @_compiled
 def _width(kind: int) -> int:
-    return 4 if kind == FLOAT or kind == FIXED32 else 8
+    return 4 if kind in (FLOAT, FIXED32) else 8
 
 
 @_compiled
@@ -383,7 +412,7 @@ def _put64(out: Bytes, at: int, word: np.uint64) -> None:
     _put32(out, at + 4, np.uint32(word >> _HALF))
 
 
-@_compiled
+@_compiled_and_kept
 def _grown(out: Bytes, used: int, more: int) -> Bytes:
     if used + more <= len(out):
         return out
@@ -572,7 +601,7 @@ def _start_values(
             kind = known.kinds[counter]
             if place < 0 or stored.row_at[member] < 0:
                 whole[at] = _ZERO
-            elif kind == FLOAT or kind == DOUBLE:
+            elif kind in (FLOAT, DOUBLE):
                 before = _stored_float(buffer, stored.row_at[member], place, kind, box)
                 values[at] = before * _factor(known.decays[counter], age)
             else:
@@ -593,7 +622,7 @@ def _add_rows(
         member, kind = known.slot[counter], known.kinds[counter]
         at = entry * columns + member - known.first[entries.group[entry]]
         stands[member] = True
-        if kind == FLOAT or kind == DOUBLE:
+        if kind in (FLOAT, DOUBLE):
             values[at] += rows.value[row] * _factor(known.decays[counter], entries.time[entry] - rows.time[row])
         elif kind == FIXED32:
             whole[at] = max(whole[at], np.uint64(rows.time[row]))
@@ -703,10 +732,10 @@ def _cap(
     gone = count - known.records_max[group]
     for index in range(count):
         kept.rank[index] = np.uint64(kept.time[index]) << _HALF | np.uint64(index)
-    limit = _smallest(kept.rank[:count].copy(), gone)
+    limit = _smallest(kept.rank, count, gone)
     left = 0
     for index in range(count):
-        if kept.rank[index] >= limit:
+        if np.uint64(kept.time[index]) << _HALF | np.uint64(index) >= limit:
             kept.stored[left], kept.entry[left] = kept.stored[index], kept.entry[index]
             kept.time[left] = kept.time[index]
             left += 1
@@ -719,9 +748,9 @@ def _cap(
 
 
 @_compiled
-def _smallest(numbers: Words, place: int) -> Any:
-    """The number that would stand at a place if they were sorted: Hoare's selection."""
-    low, high = 0, len(numbers) - 1
+def _smallest(numbers: Words, count: int, place: int) -> Any:
+    """The number that would stand at a place if the first `count` were sorted: Hoare's selection."""
+    low, high = 0, count - 1
     while low < high:
         pivot = numbers[(low + high) >> 1]
         left, right = low, high
@@ -762,7 +791,7 @@ def _charge_stored(
         kind = known.kinds[counter]
         if at < 0:
             continue
-        if kind == FLOAT or kind == DOUBLE:
+        if kind in (FLOAT, DOUBLE):
             value = _stored_float(buffer, at, place, kind, box)
             bill[counter, cause] += value * _factor(known.decays[counter], max(now - time, 0))
         else:
@@ -779,7 +808,7 @@ def _charge_entry(
         kind = known.kinds[counter]
         if member == known.time_slot[group]:
             bill[counter, BY_MAX_RECORDS] += 1.0
-        elif kind == FLOAT or kind == DOUBLE:
+        elif kind in (FLOAT, DOUBLE):
             age = max(now - entries.time[entry], 0)
             bill[counter, BY_MAX_RECORDS] += values[at] * _factor(known.decays[counter], age)
         else:

@@ -10,6 +10,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from keyfold.counters.bulk import varints
+from keyfold.counters.bulk.checks import Checked
 from keyfold.counters.bulk.columns import (
     FOREIGN,
     NEVER,
@@ -18,10 +19,13 @@ from keyfold.counters.bulk.columns import (
     Bytes,
     Done,
     Floats,
+    Gathered,
     Ints,
+    Updates,
     Words,
     Work,
 )
+from keyfold.counters.bulk.order import rows_by_profile
 from keyfold.counters.bulk.scan import (
     PACK_IDS,
     PACK_KEYS,
@@ -89,15 +93,16 @@ class Overflow(Exception):
         self.profiles = profiles
 
 
-def rows_by_profile(profile: Ints, good: Bools | None, profiles: int) -> tuple[Ints, Ints]:
-    """Where the rows of each profile begin, and the rows in that order."""
-    chosen = np.flatnonzero(good) if good is not None else None
-    own = profile if chosen is None else profile[chosen]
-    starts = np.zeros(profiles + 1, np.int64)
-    np.cumsum(np.bincount(own, minlength=profiles), out=starts[1:])
-    # Sixteen bits are sorted by radix, several times quicker.
-    order = np.argsort(own.astype(np.uint16) if profiles <= 1 << 16 else own, kind="stable")
-    return starts, order if chosen is None else chosen[order]
+def gathered(updates: Updates, checked: Checked, profiles: int) -> Gathered:
+    starts, rows = rows_by_profile(updates.profile, checked.good, profiles)
+    return Gathered(
+        starts=starts,
+        counter=checked.counter[rows],
+        key=updates.key[rows],
+        value=updates.value[rows],
+        exact=checked.exact[rows] if len(checked.exact) else checked.exact,
+        time=updates.time[rows],
+    )
 
 
 def run(work: Work, tables: Tables) -> Done:
@@ -115,13 +120,13 @@ class Fold:
     """One run over one buffer of bodies."""
 
     def __init__(self, work: Work, tables: Tables, barred: Bools) -> None:
-        self.work, self.tables, self.now = work, tables, work.now
+        self.rows, self.tables, self.now = work.rows, tables, work.now
         self.profiles = len(work.starts) - 1
         self.words = varints.words64(work.buffer)
         self.words32 = varints.words32(work.buffer)
         self.scanned: Scanned = Scanner(work.buffer, work.starts, tables).scan()
         self.foreign = self.scanned.foreign | barred
-        self.row_profile = np.repeat(np.arange(self.profiles), np.diff(work.row_starts))
+        self.row_profile = np.repeat(np.arange(self.profiles), np.diff(work.rows.starts))
         self.bill = np.zeros((len(tables.ids), 2), np.float64)
 
     def run(self) -> Done:
@@ -148,8 +153,8 @@ class Fold:
     def _groups(self) -> list[int]:
         used = np.zeros(len(self.tables.records_max), np.bool_)
         used[self.scanned.group] = True
-        if len(self.work.counter):
-            counters = np.bincount(self.work.counter, minlength=len(self.tables.ids)) > 0
+        if len(self.rows.counter):
+            counters = np.bincount(self.rows.counter, minlength=len(self.tables.ids)) > 0
             used[self.tables.group[counters]] = True
         return np.flatnonzero(used).tolist()  # type: ignore[no-any-return]
 
@@ -206,13 +211,13 @@ class Fold:
     # What comes in ----------------------------------------------------------------------------------------------
 
     def _entries(self, group: int, stored: Stored) -> Entries:
-        work, expiry = self.work, int(self.tables.expire_seconds[group])
+        given, expiry = self.rows, int(self.tables.expire_seconds[group])
         rows = self._rows(group)
-        profile, keys = self.row_profile[rows], work.key[rows]
+        profile, keys = self.row_profile[rows], given.key[rows]
         first = np.ones(len(rows), np.bool_)
         first[1:] = (keys[1:] != keys[:-1]) | (profile[1:] != profile[:-1])
         heads = np.flatnonzero(first)
-        times = np.maximum.reduceat(work.time[rows], heads) if len(heads) else np.empty(0, np.int64)
+        times = np.maximum.reduceat(given.time[rows], heads) if len(heads) else np.empty(0, np.int64)
         if self.tables.time_slot[group] < 0:
             times = np.zeros(len(heads), np.int64)
         profile, keys = profile[heads], keys[heads]
@@ -235,11 +240,11 @@ class Fold:
 
     def _rows(self, group: int) -> Ints:
         """The rows of a group whose profile is not foreign, by profile and key."""
-        chosen = self.tables.group[self.work.counter] == group
+        chosen = self.tables.group[self.rows.counter] == group
         if self.foreign.any():
             chosen &= ~self.foreign[self.row_profile]
         rows = np.flatnonzero(chosen)
-        return rows[_order(self.row_profile[rows], self.work.key[rows])]
+        return rows[_order(self.row_profile[rows], self.rows.key[rows])]
 
     # The fold ---------------------------------------------------------------------------------------------------
 
@@ -275,7 +280,7 @@ class Fold:
     def _folded(self, group: int, column: int, stored: Stored, entries: Entries, stands: Bools) -> Column:
         """What a counter has for each entry: the stored value decayed to the entry's time, and the rows on top."""
         counter = self._members(group)[column]
-        rows = np.flatnonzero((self.work.counter[entries.rows] == counter) & entries.good[entries.of_row])
+        rows = np.flatnonzero((self.rows.counter[entries.rows] == counter) & entries.good[entries.of_row])
         of_row, own = entries.of_row[rows], entries.rows[rows]
         stands[entries.profile[of_row], column] = True
         place = entries.place[entries.live]
@@ -285,19 +290,19 @@ class Fold:
         if kind is Kind.FIXED32:
             latest = np.zeros(len(entries.keys), np.uint64)
             latest[entries.live] = stored.columns[column][place]
-            np.maximum.at(latest, of_row, self.work.time[own].astype(np.uint64))
+            np.maximum.at(latest, of_row, self.rows.time[own].astype(np.uint64))
             return latest
         if kind is Kind.FIXED64:
             exact = np.zeros(len(entries.keys), np.uint64)
             exact[entries.live] = stored.columns[column][place]
-            added = self.work.exact[own] if len(own) else np.empty(0, np.uint64)
+            added = self.rows.exact[own] if len(own) else np.empty(0, np.uint64)
             rough = exact.astype(np.float64) + np.bincount(of_row, added.astype(np.float64), len(exact))
             if (rough >= EXACT_SAFE).any():
                 raise Overflow(entries.profile[rough >= EXACT_SAFE])
             np.add.at(exact, of_row, added)
             return exact
         decay = float(self.tables.decays[counter])
-        values = self.work.value[own] * _factors(decay, entries.times[of_row] - self.work.time[own])
+        values = self.rows.value[own] * _factors(decay, entries.times[of_row] - self.rows.time[own])
         total = np.bincount(of_row, values, len(entries.keys)).astype(np.float64)  # of nothing it makes integers
         age = entries.times[entries.live] - stored.times[place]
         total[entries.live] += stored.columns[column][place] * _factors(decay, age)

@@ -13,6 +13,7 @@ from keyfold.counters.errors import CounterReadOnly, CounterUnknown, TimeWrong, 
 VALUE_MAX = 1e30
 TIME_MAX = 2**32 - 1
 SMALL_ID_MAX = 1 << 16
+SLICE_ROWS = 1 << 15
 
 
 class Checked(Struct, kw_only=True):
@@ -26,13 +27,26 @@ class Checked(Struct, kw_only=True):
 def check(tables: Tables, updates: Updates, profiles: int, now: int, future_seconds_max: int) -> Checked:
     """Look at every row once; messages are made only for the rows that are refused."""
     _check_shapes(updates, profiles)
-    place, known = _places(tables, updates.counter)
-    value_wrong, exact = _wrong_values(tables, updates, place)
+    length = len(updates.profile)
+    place, known = np.zeros(length, np.int32), np.zeros(length, np.bool_)
+    value_wrong, bad = np.zeros(length, np.bool_), np.zeros(length, np.bool_)
+    exact = np.empty(0, np.uint64)
     time_latest = min(TIME_MAX, now + future_seconds_max)
-    bad = ~known | value_wrong
-    if tables.read_only.any():
-        bad |= tables.read_only[place]
-    bad |= (updates.time < 1) | (updates.time > time_latest)
+    has_exact = bool((tables.kinds == Kind.FIXED64).any())
+    if has_exact:
+        exact = np.zeros(length, np.uint64)
+    # In slices, so that what is worked out on the way stays in the cache.
+    for begin in range(0, length if len(tables.ids) else 0, SLICE_ROWS):
+        some = slice(begin, begin + SLICE_ROWS)
+        place[some], known[some] = _places(tables, updates.counter[some])
+        value_wrong[some], its_exact = _wrong_values(tables, updates, some, place[some])
+        if its_exact is not None:
+            exact[some] = its_exact
+        bad[some] = ~known[some] | value_wrong[some] | (updates.time[some] < 1) | (updates.time[some] > time_latest)
+        if tables.read_only.any():
+            bad[some] |= tables.read_only[place[some]]
+    if not len(tables.ids):
+        bad[:] = True
     owned = _owned(updates)
     if owned is not None:
         bad &= ~owned
@@ -62,8 +76,6 @@ def _check_shapes(updates: Updates, profiles: int) -> None:
 
 def _places(tables: Tables, counter: Words) -> tuple[NDArray[np.int32], Bools]:
     """Where each counter stands in the tables; 0 for those that are not there."""
-    if not len(tables.ids):
-        return np.zeros(len(counter), np.int32), np.zeros(len(counter), np.bool_)
     largest = int(tables.ids[-1])
     if largest < SMALL_ID_MAX:
         # A look-up in a small table is several times quicker than a binary search of each row.
@@ -79,27 +91,21 @@ def _places(tables: Tables, counter: Words) -> tuple[NDArray[np.int32], Bools]:
     return place, tables.ids[place] == counter
 
 
-def _wrong_values(tables: Tables, updates: Updates, place: NDArray[np.int32]) -> tuple[Bools, Words]:
-    if not len(tables.ids):
-        return np.zeros(len(place), np.bool_), np.empty(0, np.uint64)
-    used = np.bincount(place, minlength=len(tables.ids)) > 0
-    kinds_used = set(tables.kinds[used].tolist())
-    wrong = ~(np.abs(updates.value) <= VALUE_MAX)  # so that NaN is wrong
-    exact = np.empty(0, np.uint64)
-    if not kinds_used & {Kind.FIXED32, Kind.FIXED64}:
-        return wrong, exact
+def _wrong_values(
+    tables: Tables, updates: Updates, some: slice, place: NDArray[np.int32]
+) -> tuple[Bools, Words | None]:
+    """Which of some rows have a value that their counter does not take; and the exact values, where there are any."""
+    value = updates.value[some]
+    wrong = ~(np.abs(value) <= VALUE_MAX)  # so that NaN is wrong
     kinds = tables.kinds[place]
-    if Kind.FIXED32 in kinds_used:
-        wrong |= (kinds == Kind.FIXED32) & (updates.value != 1)
-    if Kind.FIXED64 in kinds_used:
-        are_exact = kinds == Kind.FIXED64
-        if updates.count is not None:
-            return wrong & ~are_exact, np.ascontiguousarray(updates.count)
-        value = updates.value
-        fits = (value >= 0) & (value < 2.0**64) & (np.floor(value) == value)
-        wrong |= are_exact & ~fits
-        exact = np.where(are_exact & fits, value, 0.0).astype(np.uint64)
-    return wrong, exact
+    are_exact = kinds == Kind.FIXED64
+    wrong |= (kinds == Kind.FIXED32) & (value != 1)
+    if not are_exact.any():
+        return wrong, None
+    if updates.count is not None:
+        return wrong & ~are_exact, updates.count[some]
+    fits = (value >= 0) & (value < 2.0**64) & (np.floor(value) == value)
+    return wrong | (are_exact & ~fits), np.where(are_exact & fits, value, 0.0).astype(np.uint64)
 
 
 def _owned(updates: Updates) -> Bools | None:

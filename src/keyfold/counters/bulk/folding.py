@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -12,15 +13,16 @@ from keyfold.counters.bulk.columns import (
     FOREIGN,
     UNCHANGED,
     WRITTEN,
-    Bools,
     Done,
     Folded,
+    Gathered,
     Ints,
     KernelName,
     Updates,
     Work,
 )
 from keyfold.counters.bulk.foreign import fold_foreign
+from keyfold.counters.bulk.order import rows_by_profile
 from keyfold.counters.bulk.tables import Tables, tables_of
 from keyfold.counters.catalog import Catalog
 
@@ -33,7 +35,7 @@ CHUNK_BYTES = 32 << 20
 class Kernel(Protocol):
     """Two modules do the same work in different ways."""
 
-    def rows_by_profile(self, profile: Ints, good: Bools | None, profiles: int) -> tuple[Ints, Ints]: ...
+    def gathered(self, updates: Updates, checked: Checked, profiles: int) -> Gathered: ...
 
     def run(self, work: Work, tables: Tables) -> Done: ...
 
@@ -60,16 +62,19 @@ def fold(
         bill={},
         expires_at=np.zeros(len(bodies), np.int64),
     )
-    row_starts, rows = with_kernel.rows_by_profile(updates.profile, checked.good, len(bodies))
+    gathered = with_kernel.gathered(updates, checked, len(bodies))
     bill = np.zeros((len(tables.ids), 2), np.float64)
     sizes = np.fromiter(map(len, bodies), np.int64, len(bodies))
-    for begin, end in _chunks(row_starts, sizes):
-        work = _work(bodies[begin:end], sizes[begin:end], row_starts[begin : end + 1], rows, checked, updates, now)
-        done = with_kernel.run(work, tables)
+    foreign: list[int] = []
+    for begin, end in _chunks(gathered.starts, sizes):
+        done = with_kernel.run(_work(bodies, sizes, gathered, begin, end, now), tables)
         _take_over(folded, done, begin)
         bill += done.bill
-        for profile in (np.flatnonzero(done.status == FOREIGN) + begin).tolist():
-            its_rows = rows[row_starts[profile] : row_starts[profile + 1]]
+        foreign += (np.flatnonzero(done.status == FOREIGN) + begin).tolist()
+    if foreign:
+        starts, rows = rows_by_profile(updates.profile, checked.good, len(bodies))
+        for profile in foreign:
+            its_rows = rows[starts[profile] : starts[profile + 1]]
             fold_foreign(catalog, folded, profile, updates, its_rows, now, future_seconds_max)
     _add_bill(folded, tables, bill)
     return folded
@@ -99,25 +104,24 @@ def _chunks(row_starts: Ints, sizes: Ints) -> list[tuple[int, int]]:
     shares = row_starts[1:] // CHUNK_ROWS + np.cumsum(sizes) // CHUNK_BYTES
     cuts = np.flatnonzero(np.diff(shares)) + 1
     bounds = [0, *cuts.tolist(), len(sizes)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))
 
 
-def _work(
-    bodies: Sequence[bytes], sizes: Ints, row_starts: Ints, rows: Ints, checked: Checked, updates: Updates, now: int
-) -> Work:
-    # Rows are gathered here: a kernel that jumped between them would wait for memory most of its time.
-    own = rows[row_starts[0] : row_starts[-1]]
-    starts = np.zeros(len(bodies) + 1, np.int64)
-    np.cumsum(sizes, out=starts[1:])
+def _work(bodies: Sequence[bytes], sizes: Ints, rows: Gathered, begin: int, end: int, now: int) -> Work:
+    starts = np.zeros(end - begin + 1, np.int64)
+    np.cumsum(sizes[begin:end], out=starts[1:])
+    own = slice(int(rows.starts[begin]), int(rows.starts[end]))
     return Work(
-        buffer=np.frombuffer(b"".join([*bodies, PADDING]), np.uint8),
+        buffer=np.frombuffer(b"".join([*bodies[begin:end], PADDING]), np.uint8),
         starts=starts,
-        row_starts=row_starts - row_starts[0],
-        counter=checked.counter[own],
-        key=updates.key[own],
-        value=updates.value[own],
-        exact=checked.exact[own] if len(checked.exact) else checked.exact,
-        time=updates.time[own],
+        rows=Gathered(
+            starts=rows.starts[begin : end + 1] - rows.starts[begin],
+            counter=rows.counter[own],
+            key=rows.key[own],
+            value=rows.value[own],
+            exact=rows.exact[own],
+            time=rows.time[own],
+        ),
         now=now,
     )
 

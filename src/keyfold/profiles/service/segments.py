@@ -18,7 +18,7 @@ class Entry(Struct, frozen=True):
     """A segment that a user is in, and the evaluation that put them there."""
 
     segment_id: str
-    evaluation_version: Annotated[int, Meta(ge=0, lt=2**63)]
+    evaluation_version: Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class SegmentSet(Struct, frozen=True):

@@ -1,0 +1,233 @@
+"""B1: the columnar fold of counters, bytes in and bytes out, against plain Python and plain dict sums.
+
+Updates fall on profiles and on keys by Zipf 1.1; the counter decays by 1 a week and keeps 60 keys. Every side starts
+from the same bodies, which hold an earlier part of the stream. The straightforward side does the same work with
+dicts and protobuf; the dict sums know neither time nor cap nor bytes. The second race is what a service does: a few
+updates on many profiles of about 700 bytes, where finding and writing the bytes is the work.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.harness import Goal, Race, Side, rate, seconds
+from keyfold.counters.bulk import KernelName, Updates, fold
+from keyfold.counters.bulk.folding import has_numba
+from keyfold.counters.catalog import Catalog, Counter, Kind
+from keyfold.counters.messages_pb2 import Profile
+
+NOW = 1_700_000_000
+DAY_SECONDS, WEEK_SECONDS = 86_400, 604_800
+SEEN, VALUE = 1, 2  # the time counter and its value counter
+SEEN_OTHER, VALUE_OTHER, VALUE_THIRD = 10, 11, 12
+RECORDS_MAX, EXPIRE_DAYS, DECAY = 60, 100, 1.0
+KEYS = 200
+
+Table = dict[int, tuple[int, float]]  # key -> time, value
+
+
+def _counter(counter_id: int, kind: Kind, **options: object) -> Counter:
+    return Counter(id=counter_id, name=f"c{counter_id}", kind=kind, namespace="n", **options)  # type: ignore[arg-type]
+
+
+CATALOG = Catalog(
+    [
+        _counter(SEEN, Kind.FIXED32, records_max=RECORDS_MAX, expire_days=EXPIRE_DAYS),
+        _counter(VALUE, Kind.FLOAT, decay=DECAY, time_counter_id=SEEN),
+    ]
+)
+CATALOG_OF_SERVICE = Catalog(
+    [
+        *CATALOG.counters.values(),
+        _counter(SEEN_OTHER, Kind.FIXED32, records_max=RECORDS_MAX, expire_days=EXPIRE_DAYS),
+        _counter(VALUE_OTHER, Kind.FLOAT, decay=0.1, time_counter_id=SEEN_OTHER),
+        _counter(VALUE_THIRD, Kind.FLOAT, decay=7.0, time_counter_id=SEEN_OTHER),
+    ]
+)
+
+
+def races(quick: bool) -> Iterator[Race]:
+    yield _large(200_000 if quick else 5_000_000, 2_000 if quick else 20_000)
+    yield _small(20 if quick else 100)
+
+
+def _kernels() -> list[KernelName]:
+    return ["numba", "numpy"] if has_numba() else ["numpy"]
+
+
+# The large batch ----------------------------------------------------------------------------------------------------
+
+
+def _large(count: int, profiles: int) -> Race:
+    before = fold(CATALOG, [b""] * profiles, _stream(count // 5, profiles, seed=1, ago=30), now=NOW).bodies
+    updates = _stream(count, profiles, seed=2, ago=0)
+    columns = [column.tolist() for column in (updates.profile, updates.key, updates.value, updates.time)]
+    _must_agree(before, updates, columns)
+    sides = [Side(f"fold, {name}", _folding(name, before, updates)) for name in _kernels()]
+    sides.append(Side("straightforward", lambda: rate(count, lambda: straightforward(before, *columns))))
+    sides.append(Side("dict sums", lambda: rate(count, lambda: dict_sums(profiles, *columns[:3]))))
+    goals = []
+    for side in sides[:-2]:
+        goals.append(Goal(side=side.name, against="dict sums", must=3, moonshot=10))
+        goals.append(Goal(side=side.name, against="straightforward", must=50))
+    title = f"{count:,} updates into {profiles:,} profiles, one call"
+    return Race(title=title, unit="updates/s", sides=sides, goals=goals)
+
+
+def _folding(name: KernelName, bodies: list[bytes], updates: Updates) -> Callable[[], float]:
+    fold(CATALOG, bodies[:1], _stream(1, 1, seed=3, ago=0), now=NOW, kernel=name)  # compiles
+    return lambda: rate(len(updates.profile), lambda: fold(CATALOG, bodies, updates, now=NOW, kernel=name))
+
+
+def _zipf(chance: np.random.Generator, values: int, count: int) -> NDArray[np.int64]:
+    weights = 1 / np.arange(1, values + 1) ** 1.1
+    ranks = np.searchsorted(np.cumsum(weights) / weights.sum(), chance.random(count))
+    return chance.permutation(values)[np.minimum(ranks, values - 1)]
+
+
+def _stream(count: int, profiles: int, *, seed: int, ago: int) -> Updates:
+    """A month of updates that ended `ago` days ago."""
+    chance = np.random.default_rng(seed)
+    return Updates(
+        profile=_zipf(chance, profiles, count),
+        counter=np.full(count, VALUE, np.uint64),
+        key=_zipf(chance, KEYS, count).astype(np.uint64),
+        value=np.ones(count),
+        time=NOW - ago * DAY_SECONDS - chance.integers(0, 30 * DAY_SECONDS, count),
+    )
+
+
+def straightforward(
+    bodies: list[bytes], profile: list[int], key: list[int], value: list[float], time: list[int]
+) -> list[bytes]:
+    """CNT-04 to CNT-07 as one would write them first: a dict for each profile, protobuf at both ends."""
+    tables = [_parsed(body) for body in bodies]
+    for each_profile, each_key, each_value, each_time in zip(profile, key, value, time, strict=True):
+        table = tables[each_profile]
+        found = table.get(each_key)
+        if found is None or NOW - found[0] > EXPIRE_DAYS * DAY_SECONDS:
+            if NOW - each_time <= EXPIRE_DAYS * DAY_SECONDS:
+                table[each_key] = (each_time, each_value)
+        elif each_time > found[0]:
+            table[each_key] = (each_time, _decayed(found[1], each_time - found[0]) + each_value)
+        else:
+            table[each_key] = (found[0], found[1] + _decayed(each_value, found[0] - each_time))
+    return [_serialised(_cleaned(table)) for table in tables]
+
+
+def _decayed(value: float, age: int) -> float:
+    return value * math.exp(-DECAY * age / WEEK_SECONDS)
+
+
+def _cleaned(table: Table) -> Table:
+    live = {key: held for key, held in table.items() if NOW - held[0] <= EXPIRE_DAYS * DAY_SECONDS}
+    newest = sorted(live, key=lambda key: (live[key][0], key), reverse=True)[:RECORDS_MAX]
+    return {key: live[key] for key in sorted(newest)}
+
+
+def _parsed(body: bytes) -> Table:
+    table: Table = {}
+    for pack in Profile.FromString(body).packed_counters:
+        times, values = pack.values[0].fixed32_values.value, pack.values[1].float_values.value
+        table.update(zip(pack.keys, zip(times, values, strict=True), strict=True))
+    return table
+
+
+def _serialised(table: Table) -> bytes:
+    if not table:
+        return b""
+    profile = Profile()
+    pack = profile.packed_counters.add(counter_ids=[SEEN, VALUE], keys=list(table))
+    pack.values.add().fixed32_values.value.extend([time for time, _ in table.values()])
+    pack.values.add().float_values.value.extend([value for _, value in table.values()])
+    return profile.SerializeToString()
+
+
+def dict_sums(profiles: int, profile: list[int], key: list[int], value: list[float]) -> list[dict[int, float]]:
+    sums: list[dict[int, float]] = [{} for _ in range(profiles)]
+    for each_profile, each_key, each_value in zip(profile, key, value, strict=True):
+        own = sums[each_profile]
+        own[each_key] = own.get(each_key, 0.0) + each_value
+    return sums
+
+
+def _must_agree(bodies: list[bytes], updates: Updates, columns: list[list[float]]) -> None:
+    """A race between sides that come to different answers would mean nothing."""
+    wanted = straightforward(bodies, *columns)  # type: ignore[arg-type]
+    for name in _kernels():
+        folded = fold(CATALOG, bodies, updates, now=NOW, kernel=name)
+        for body, other in zip(folded.bodies, wanted, strict=True):
+            ours, theirs = _parsed(body), _parsed(other)
+            assert ours.keys() == theirs.keys()
+            assert all(ours[key][0] == time for key, (time, _) in theirs.items())
+            assert all(math.isclose(ours[key][1], value, rel_tol=1e-5) for key, (_, value) in theirs.items())
+
+
+# The small batches of a service -------------------------------------------------------------------------------------
+
+
+def _small(batches: int) -> Race:
+    profiles, count = 1_500, 2_000
+    bodies = _bodies_of_service(profiles)
+    work = [_batch_of_service(profiles, count, seed) for seed in range(batches)]
+    sides = [Side(f"fold, {name}", _serving(name, bodies, work)) for name in _kernels()]
+    sides.append(Side("parse and serialise by protobuf", lambda: _by_protobuf(bodies, batches)))
+    goals = [Goal(side=side.name, against=None, must=8) for side in sides[:1]]
+    goals += [Goal(side=side.name, against=sides[-1].name) for side in sides[:-1]]
+    mean = round(sum(map(len, bodies)) / len(bodies))
+    title = f"{count:,} updates over {profiles:,} profiles of {mean} bytes"
+    return Race(title=title, unit="µs a profile", better="less", sides=sides, goals=goals)
+
+
+@cache
+def _hashed_keys() -> NDArray[np.uint64]:
+    return np.random.default_rng(5).integers(0, 2**64, 100_000, dtype=np.uint64)
+
+
+def _batch_of_service(profiles: int, count: int, seed: int) -> Updates:
+    """Every profile once, the rest by chance; keys are hashes, as most namespaces have them."""
+    chance = np.random.default_rng(seed)
+    every = np.concatenate([np.arange(profiles), chance.integers(0, profiles, max(count - profiles, 0))])[:count]
+    return Updates(
+        profile=every,
+        counter=chance.choice(np.array([VALUE, VALUE_OTHER, VALUE_THIRD], np.uint64), count),
+        key=_hashed_keys()[chance.integers(0, 25, count) + every * 25],
+        value=np.ones(count),
+        time=NOW - chance.integers(0, 30 * DAY_SECONDS, count),
+    )
+
+
+def _bodies_of_service(profiles: int) -> list[bytes]:
+    bodies = [b""] * profiles
+    for seed in range(30):
+        bodies = fold(CATALOG_OF_SERVICE, bodies, _batch_of_service(profiles, 2_000, 1_000 + seed), now=NOW).bodies
+    return bodies
+
+
+def _serving(name: KernelName, bodies: list[bytes], work: list[Updates]) -> Callable[[], float]:
+    def run() -> None:
+        for updates in work:
+            fold(CATALOG_OF_SERVICE, bodies, updates, now=NOW, kernel=name)
+
+    fold(CATALOG_OF_SERVICE, bodies[:1], _batch_of_service(1, 1, 0), now=NOW, kernel=name)  # compiles
+    return lambda: seconds(run) / (len(work) * len(bodies)) * 1e6
+
+
+def _by_protobuf(bodies: list[bytes], batches: int) -> float:
+    """What it would cost to look at every number of a body and put it back, without folding anything."""
+
+    def run() -> None:
+        for _ in range(batches):
+            for body in bodies:
+                old, new = Profile.FromString(body), Profile()
+                for pack in old.packed_counters:
+                    other = new.packed_counters.add(counter_ids=list(pack.counter_ids), keys=list(pack.keys))
+                    for row in pack.values:
+                        kind = row.WhichOneof("value") or ""
+                        getattr(other.values.add(), kind).value.extend(list(getattr(row, kind).value))
+                new.SerializeToString()
+
+    return seconds(run) / (batches * len(bodies)) * 1e6

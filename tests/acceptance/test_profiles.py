@@ -1,0 +1,245 @@
+"""Profiles as their users meet them: events in and profiles out over HTTP, and the commands."""
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from keyfold.core import access
+from keyfold.core.store import Store
+from keyfold.counters.messages_pb2 import Profiles
+from tests.acceptance.served import KEYFOLD, LOGS, PROFILES, QUIET_LIMITS, Served, token_for
+from tests.profiles import OFFER, OFFER_TIME, opened
+from tests.profiles import event as own_event
+
+pytestmark = pytest.mark.spec("PRO-08")
+
+SETTINGS = """
+[profiles.clients.narrow]
+counters = [600]
+keywords = ["counters"]
+
+[profiles.clients.granted]
+restrictions = ["UR_METRIKA_OWNED"]
+
+[profiles.clients.older]
+legacy = true
+types = ["user"]
+"""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = tmp_path_factory.mktemp("profiles")
+    (directory / "keyfold.toml").write_text(SETTINGS)
+    url = f"sqlite:///{directory / 'keyfold.db'}"
+    environ = {**LOGS, **QUIET_LIMITS, **PROFILES, "KEYFOLD_STORE_URL": url}
+    server = Served([*KEYFOLD, "serve", "--port", "0"], directory, environ)
+    try:
+        server.wait_until_ready()
+        server.store_url, server.token = url, token_for(url)
+        yield server
+    finally:
+        server.stop()
+
+
+def named(served: Served, name: str, **grants: list[str]) -> str:
+    store = Store.open(served.store_url)
+    try:
+        return access.create(store, name, ["read"], grants or None)
+    finally:
+        store.close()
+
+
+def send(served: Served, log: str, *events: dict[str, Any]) -> list[str]:
+    answer = served.call("POST", f"/v1/logs/{log}", served.token, json={"events": list(events)})
+    assert answer.status_code == 200, answer.text
+    return [each["status"] for each in answer.json()["events"]]
+
+
+def event(event_id: str, profile_id: object, *updates: list[object]) -> dict[str, Any]:
+    return {"event_id": event_id, "profile_id": profile_id, "time": int(time.time()), "updates": list(updates)}
+
+
+def read(served: Served, token: str, *people: list[object], **more: Any) -> requests.Response:
+    profiles = [{"ids": [{"type": "user", "id": each} for each in ids]} for ids in people]
+    headers = more.pop("headers", {})
+    return served.call("POST", "/v1/profiles", token, json={"profiles": profiles, **more}, headers=headers)
+
+
+@pytest.mark.spec("PRO-02", "PRO-12")
+def test_what_was_sent_is_read_at_once_in_json_and_in_protobuf(served: Served) -> None:
+    large = 2**64 - 1
+    sent = [event("e1", 7, [OFFER, large, 2.5]), event("e2", "x", [OFFER, 1])]
+    assert send(served, "visit", *sent, {"event_id": "bad"}, sent[0]) == ["counted", "counted", "refused", "duplicate"]
+    answer = read(served, served.token, [7], ["x"], ["nobody"], counters=[OFFER, "CI_OFFER_INTEREST_TIME"]).json()
+    first, second, third = answer["profiles"]
+    assert (first["type"], first["id"], first["version"]) == ("user", "7", 1)
+    (pack,) = first["packed_counters"]
+    assert pack["counter_ids"] == [OFFER, OFFER_TIME]
+    assert pack["keys"] == [large]
+    assert pack["values"][0] == {"float_values": {"value": [2.5]}}
+    assert second["packed_counters"][0]["keys"] == [1]
+    assert third == {
+        "type": "user",
+        "id": "nobody",
+        "packed_counters": [],
+        "counters": [],
+        "segments": [],
+        "version": 0,
+    }
+    binary = read(served, served.token, [7], ["x"], headers={"Accept": "application/x-protobuf"})
+    assert binary.headers["content-type"] == "application/x-protobuf"
+    message = Profiles.FromString(binary.content)
+    assert list(message.profiles[0].packed_counters[0].keys) == [large]
+    assert [left.counter_id for left in message.left_out] == [539, 540]
+    assert (
+        read(served, served.token, [7], headers={"Accept": "text/html, */*"}).headers["content-type"]
+        == "application/json"
+    )
+
+
+@pytest.mark.spec("PRO-08", "PRO-09", "CNT-11")
+def test_each_client_receives_what_its_configuration_names(served: Served) -> None:
+    send(served, "redir", event("c1", 20, [539, 5]))
+    send(served, "visit", event("c2", 20, [OFFER, 5]))
+
+    def ids(answer: requests.Response) -> list[list[int]]:
+        return [pack["counter_ids"] for pack in answer.json()["profiles"][0]["packed_counters"]]
+
+    plain = read(served, named(served, "anyone"), [20])
+    assert ids(plain) == [[OFFER, OFFER_TIME]]
+    assert plain.json()["left_out"][0] == {"counter_id": 539, "reason": "needs a grant for UR_METRIKA_OWNED"}
+    assert ids(read(served, named(served, "granted"), [20])) == [[539, 540], [OFFER, OFFER_TIME]]
+    assert ids(read(served, named(served, "narrow"), [20])) == [[OFFER]]
+    older = read(served, named(served, "older"), [20]).json()["profiles"][0]
+    assert [each["counter_id"] for each in older["counters"]] == [OFFER, OFFER_TIME]
+    assert older["packed_counters"] == []
+    hidden = served.call(
+        "POST", "/v1/profiles", named(served, "older"), json={"profiles": [{"ids": [{"type": "banner", "id": 1}]}]}
+    )
+    assert hidden.status_code == 404
+
+
+@pytest.mark.spec("PRO-05", "PRO-07", "PRO-10")
+def test_owned_data_is_hidden_explained_to_an_administrator_and_released_in_a_merge(served: Served) -> None:
+    before = read(served, served.token, [31], [32]).content
+    assert send(
+        served, "visit", event("o1", 31, [OFFER, 9, 1, "a.example"]), event("o2", 32, [OFFER, 9, 1, "b.example"])
+    ) == [
+        "counted",
+        "counted",
+    ]
+    assert read(served, served.token, [31], [32]).content == before
+    merged = read(served, served.token, [31, 32, 31]).json()["profiles"][0]
+    assert merged["packed_counters"][0]["values"][0] == {"float_values": {"value": [2.0]}}
+    (held,) = served.call("GET", "/v1/profiles/user/31/held", served.token).json()["held"]
+    assert (held["key"], held["event_id"]) == (9, "o1")
+    assert "of another owner" in held["waits_for"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"profiles": []}, 400, "length >= 1"),
+        ({"profiles": [{"ids": []}]}, 400, "length >= 1"),
+        ({"profiles": [{"ids": [{"type": "user", "id": 2**64}]}]}, 400, "64 bits"),
+        ({"profiles": [{"ids": [{"type": "user", "id": 1.5}]}]}, 400, "id"),
+        ({"profiles": [{"ids": [{"type": "nothing", "id": 1}]}]}, 404, "nothing"),
+        ({"profiles": [{"ids": [{"type": "user", "id": 1}]}], "counters": [999]}, 400, "there is no counter 999"),
+        ({"profiles": [{"ids": [{"type": "user", "id": 1}]}], "counters": ["CI_X"]}, 400, "there is no counter CI_X"),
+        ({"profiles": [{"ids": [{"type": "user", "id": n} for n in range(101)]}]}, 413, "100 are allowed"),
+        ({"profiles": [{"ids": [{"type": "user", "id": 1}]}], "as_of": "then"}, 400, "as_of"),
+        ({"profiles": [{"ids": [{"type": "user", "id": 1, "name": "x"}]}]}, 400, "name"),
+    ],
+)
+def test_a_wrong_request_is_refused_with_its_reason(
+    served: Served, body: dict[str, Any], status: int, said: str
+) -> None:
+    answer = served.call("POST", "/v1/profiles", served.token, json=body)
+    assert answer.status_code == status, answer.text
+    assert said in answer.text
+
+
+@pytest.mark.spec("PRO-02", "CORE-14")
+def test_wrong_events_are_refused_one_by_one_and_a_wrong_log_is_not_there(served: Served) -> None:
+    now = int(time.time())
+    wrong: list[dict[str, Any]] = [
+        {},
+        {"event_id": 5, "time": now, "profile_id": 1},
+        {"event_id": "", "time": now, "profile_id": 1},
+        {"event_id": "w1", "time": "now", "profile_id": 1},
+        {"event_id": "w2", "time": now + 0.5, "profile_id": 1},
+        {"event_id": "w3", "time": True, "profile_id": 1},
+        {"event_id": "w4", "time": now, "profile_id": None, "updates": [[OFFER, 1]]},
+        {"event_id": "w5", "time": now, "profile_id": 1, "updates": [[OFFER, 2**64]]},
+        {"event_id": "w6", "time": now, "profile_id": 1, "updates": [[OFFER, "1"]]},
+        {"event_id": "w7", "time": now, "profile_id": 1, "updates": 5},
+        {"event_id": "w8", "time": now * 1000, "profile_id": 1, "updates": [[OFFER, 1]]},
+        {"event_id": "w9", "time": now, "profile_id": 1, "updates": [[OFFER, 1, 1e300]]},
+    ]
+    assert send(served, "visit", *wrong) == ["refused"] * len(wrong)
+    assert served.call("POST", "/v1/logs/none", served.token, json={"events": [{}]}).status_code == 404
+    assert (
+        served.call("POST", "/v1/logs/visit", served.token, json={"events": [{"event_id": "é" * 300}]}).status_code
+        == 200
+    )
+
+
+@pytest.mark.spec("CNT-18")
+def test_the_metrics_tell_folds_held_back_data_and_what_was_lost(served: Served) -> None:
+    send(
+        served,
+        "visit",
+        *[event(f"m{n}", 50, [OFFER, n]) for n in range(40)],
+        event("m", 51, [OFFER, 1, 1, "a.example"]),
+    )
+    metrics = served.call("GET", "/metrics", served.token).text
+    lines = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
+    assert float(lines['keyfold_counter_lost_weight_total{counter="CI_OFFER_INTEREST_COUNT",to="MaxRecords"}']) >= 10
+    assert float(lines["keyfold_held_updates_total"]) >= 1
+    assert float(lines['keyfold_profile_events_total{log="visit",status="counted"}']) >= 41
+    assert float(lines["keyfold_profile_updates_total"]) >= 40
+
+
+def command(store_url: str, directory: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    environ = {"PATH": "/usr/bin:/bin", **PROFILES, "KEYFOLD_STORE_URL": store_url}
+    return subprocess.run([*KEYFOLD, *arguments], cwd=directory, env=environ, capture_output=True, text=True)
+
+
+@pytest.mark.spec("PRO-10", "PRO-13")
+def test_the_commands_read_explain_and_export(served: Served, tmp_path: Path) -> None:
+    send(served, "visit", event("x1", 61, [OFFER, 5, 2.0]), event("x2", 61, [OFFER, 6, 1, "a.example"]))
+    got = json.loads(command(served.store_url, tmp_path, "profiles", "get", "user", "61", "--json").stdout)
+    assert [(each["counter_id"], each["key"]) for each in got["counters"]] == [(OFFER, 5), (OFFER_TIME, 5)]
+    held = json.loads(command(served.store_url, tmp_path, "profiles", "explain", "user", "61", "--json").stdout)
+    assert [each["key"] for each in held] == [6]
+    shown = command(served.store_url, tmp_path, "profiles", "explain", "user", "61", "--counter", "600")
+    assert "CI_OFFER_INTEREST_COUNT" in shown.stdout
+    done = command(served.store_url, tmp_path, "profiles", "export", str(tmp_path / "all.parquet"), "--type", "user")
+    assert "profiles are in" in done.stdout, done.stderr
+    wrong = command(served.store_url, tmp_path, "profiles", "get", "person", "61")
+    assert (wrong.returncode, wrong.stderr) == (1, "keyfold: there is no profile type 'person'. Known: banner, user\n")
+
+
+@pytest.mark.spec("PRO-02")
+def test_a_log_is_replayed_and_counts_nothing_twice(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'replayed.db'}"
+    clock = int(time.time())
+    with opened(url) as profiles:
+        profiles.clock.advance(clock - profiles.clock.now_us() // 1_000_000)
+        profiles.send("visit", *[own_event(f"e{n}", 1, [OFFER, 5], time=clock) for n in range(10)])
+
+    done = command(url, tmp_path, "profiles", "replay", "visit", "--from-position", "0")
+    assert done.stdout == "10 messages of visit-log are read again.\n", done.stderr
+    with opened(url) as profiles:
+        profiles.clock.advance(clock - profiles.clock.now_us() // 1_000_000)
+        profiles.consume("profiles-visit")
+        assert profiles.values(1) == {5: 10.0}
+    wrong = command(url, tmp_path, "profiles", "replay", "none", "--from-position", "0")
+    assert "Handlers read: ads, order, redir, visit" in wrong.stderr

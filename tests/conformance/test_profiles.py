@@ -1,0 +1,561 @@
+"""Profiles on every store: each event once, owned data held back and released, merged reads, sweeps, exports."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+
+from keyfold.core import deadletters
+from keyfold.core.errors import Conflict
+from keyfold.core.store import Transaction
+from keyfold.core.workers import consumer_named
+from keyfold.counters.errors import CatalogWrong
+from keyfold.counters.keys import owner_of
+from keyfold.counters.messages_pb2 import Profile
+from keyfold.counters.model import decayed
+from keyfold.profiles.answers import as_protobuf, as_structs
+from keyfold.profiles.service import sweeping
+from keyfold.profiles.service.explaining import explain
+from keyfold.profiles.service.exporting import export
+from keyfold.profiles.service.reading import view_of
+from keyfold.profiles.service.weighing import Weighing
+from keyfold.profiles.settings import ClientView
+from keyfold.profiles.tables import EVENT_MARKS, HELD_UPDATES, PROFILES
+from keyfold.profiles.worker import Sweep
+from tests.product import message, put, read_all
+from tests.profiles import DAY, NOW, OFFER, OFFER_TIME, PUBLIC, UNRESTRICTED, Profiles, event, opened
+
+EXACT = 602  # an exact sum beside OFFER
+
+
+@pytest.fixture
+def profiles(store_url: str) -> Iterator[Profiles]:
+    with opened(store_url) as product:
+        yield product
+
+
+def rows_of(profiles: Profiles, table: sa.Table) -> int:
+    return profiles.context.store.read(
+        lambda tx: tx.execute(sa.select(sa.func.count()).select_from(table)).scalar_one()
+    )
+
+
+def published(profiles: Profiles) -> list[Profile]:
+    profiles.relay("profiles")
+    records = [record for each in read_all(profiles.context, "profiles").values() for record in each]
+    assert all(record.message.version == Profile.FromString(record.message.payload).version for record in records)
+    return [Profile.FromString(record.message.payload) for record in records]
+
+
+# Events, each once ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("PRO-01", "PRO-02")
+def test_an_event_counts_once_whatever_way_it_is_repeated(profiles: Profiles) -> None:
+    one = event("e1", 7, [OFFER, 1, 2.5])
+    assert profiles.statuses(one, one, event("e1", 7, [OFFER, 1, 9])) == ["counted", "duplicate", "conflict"]
+    assert profiles.statuses(one, event("e2", "7", [OFFER, 1])) == ["duplicate", "counted"]
+    profiles.send("visit", one, event("e2", "7", [OFFER, 1]), event("e3", 7, [OFFER, 1]))
+    assert profiles.values(7) == {1: 4.5}
+    assert profiles.statuses({**one, "time": NOW - 1}) == ["conflict"], "another time is another content"
+    assert profiles.statuses(one, log="order") == ["counted"], "ids are those of a log"
+
+
+@pytest.mark.spec("PRO-02")
+def test_an_event_older_than_the_window_is_late_and_a_mark_outlives_its_event_s_chance(store_url: str) -> None:
+    with opened(store_url, event_days=7) as profiles:
+        sweep = Sweep(profiles.context, profiles.product)
+        assert profiles.statuses(event("old", 1, [OFFER, 1], time=NOW - 7 * DAY)) == ["counted"]
+        sweep.step()
+        edge = (NOW // DAY - 7) * DAY
+        assert profiles.statuses(event("edge", 1, [OFFER, 1], time=edge)) == ["counted"]
+        assert profiles.statuses(event("older", 1, [OFFER, 1], time=edge - 1)) == ["late"]
+        profiles.clock.advance(DAY)
+        sweep.step()
+        assert profiles.statuses(event("edge", 1, [OFFER, 1], time=edge)) == ["late"], "never counted a second time"
+        assert rows_of(profiles, EVENT_MARKS) == 2, "marks are kept a day longer than events are taken"
+        profiles.clock.advance(DAY)
+        sweep.step()
+        assert rows_of(profiles, EVENT_MARKS) == 0
+        profiles.clock.advance(-3 * DAY)
+        sweep.step()
+        assert profiles.statuses(event("edge", 1, [OFFER, 1], time=edge)) == ["late"], (
+            "a clock that jumps back opens nothing"
+        )
+        assert profiles.values(1) == {1: pytest.approx(1 + decayed(1.0, 0.5, NOW - 7 * DAY - edge))}
+
+
+@pytest.mark.spec("PRO-01", "PRO-02", "PRO-03")
+def test_what_cannot_be_counted_is_refused_whole_and_stops_no_other(profiles: Profiles) -> None:
+    verdicts = profiles.count(
+        event("raises", 1, **{"raise": True}),
+        event("half", 1, [OFFER, 1], [OFFER, -1]),
+        event("unknown", 1, ["CI_NONE", 1]),
+        event("other log", 1, [539, 1]),
+        event("other type", 1, [700, 1]),
+        event("time counter", 1, [OFFER_TIME, 1]),
+        event("future", 1, [OFFER, 1], time=NOW + DAY + 1),
+        event("negative time", 1, [OFFER, 1], time=-5),
+        event("nan", 1, [OFFER, 1, float("nan")]),
+        event("infinite", 1, [OFFER, 1, float("inf")]),
+        event("no id", None, [OFFER, 1]),
+        event("good", 1, [OFFER, 1]),
+    )
+    assert [verdict.status for verdict in verdicts] == ["refused"] * 11 + ["counted"]
+    reasons = {verdict.event_id: verdict.reason for verdict in verdicts}
+    assert "the handler count failed: RuntimeError: a mistake in a handler" in reasons["raises"]
+    assert "does not accept the log visit, only redir" in reasons["other log"]
+    assert "86401 seconds ahead of now, 86400 are allowed" in reasons["future"]
+    assert profiles.values(1) == {1: 1.0}
+    assert rows_of(profiles, EVENT_MARKS) == 1, "a refused event may come again when the cause is mended"
+
+
+@pytest.mark.spec("PRO-02")
+def test_poison_of_a_topic_is_set_aside_with_its_reason_and_can_be_driven_again(profiles: Profiles) -> None:
+    profiles.send("visit", event("bad", 1, [OFFER, -3]), event("good", 1, [OFFER, 1]))
+    put(profiles.context, "visit-log", [message("x", 1, b"not json")])
+    profiles.relay("visit-log")
+    profiles.consume("profiles-visit")
+    letters = profiles.context.store.read(lambda tx: deadletters.listed(tx))
+    assert sorted(letter.reason.split(":")[0] for letter in letters) == ["DecodeError", "refused"]
+    assert profiles.values(1) == {1: 1.0}
+    consumer = consumer_named(profiles.context, "profiles-visit")
+    again = deadletters.redrive(profiles.context.store, consumer.name, consumer.topic, consumer.apply, ordered=False)
+    assert (again.applied, len(again.failed)) == (0, 2)
+
+
+@pytest.mark.spec("PRO-02")
+def test_a_log_counted_by_position_needs_no_marks_and_cannot_be_set_back(store_url: str) -> None:
+    with opened(store_url, by_position=["visit"]) as profiles:
+        profiles.send("visit", *[event(f"e{n}", n % 3, [OFFER, 1]) for n in range(30)])
+        assert profiles.values(0) == profiles.values(2) == {1: 10.0}
+        assert rows_of(profiles, EVENT_MARKS) == 0
+        assert not consumer_named(profiles.context, "profiles-visit").replayable
+        assert consumer_named(profiles.context, "profiles-redir").replayable
+
+
+@pytest.mark.spec("PRO-03")
+def test_several_logs_feed_one_type_and_one_log_feeds_several(profiles: Profiles) -> None:
+    profiles.count(event("a", 1, [539, 5], banner_id=90, page=3), log="redir")
+    profiles.count(event("b", 1, [OFFER, 5]), log="visit")
+    profiles.count(event("c", 1, [OFFER, 5]), log="order")
+    assert profiles.values(1, counter=539) == {5: 1.0}
+    assert profiles.values(1) == {5: 2.0}
+    assert profiles.values(90, counter=700, profile_type="banner") == {3: 1.0}
+
+
+# Ownership -----------------------------------------------------------------------------------------------------------
+
+A, B, C = "a.example", "b.example", "c.example"
+MERGE = 180 * DAY
+
+
+@pytest.mark.spec("PRO-04", "PRO-05")
+def test_owned_data_is_public_only_when_a_second_source_confirms_it(profiles: Profiles) -> None:
+    profiles.count(event("1", 1, [OFFER, 5, 2.0, A], time=NOW - DAY), event("2", 1, [OFFER, 6, 1.0, A]))
+    profiles.count(event("3", 1, [OFFER, 5, 4.0, A], time=NOW - 2 * DAY))
+    assert profiles.read(1).version == 0
+    assert profiles.values(1) == {}
+    profiles.count(event("4", 1, [OFFER, 5, 1.0, B]))
+    expected = 1.0 + decayed(2.0, 0.5, DAY) + decayed(4.0, 0.5, 2 * DAY)
+    assert profiles.values(1) == {5: pytest.approx(expected)}
+    assert profiles.values(1, counter=OFFER_TIME) == {5: NOW}
+    assert rows_of(profiles, HELD_UPDATES) == 1
+    profiles.count(event("5", 1, [OFFER, 6]))
+    assert profiles.values(1)[6] == 2.0
+    assert rows_of(profiles, HELD_UPDATES) == 0
+    profiles.count(event("6", 1, [OFFER, 6, 1.0, A]))
+    assert profiles.values(1)[6] == 3.0, "a public key releases at once"
+
+
+@pytest.mark.spec("PRO-04")
+def test_sources_must_be_strictly_closer_than_the_merge_period(store_url: str) -> None:
+    with opened(store_url, merge_days=10, event_days=3650) as profiles:
+        profiles.count(event("1", 1, [OFFER, 5, 1, A], time=NOW - 10 * DAY), event("2", 1, [OFFER, 5, 1, B]))
+        assert profiles.values(1) == {}
+        profiles.count(event("3", 2, [OFFER, 5, 1, A], time=NOW - 10 * DAY + 1), event("4", 2, [OFFER, 5, 1, B]))
+        assert len(profiles.values(2)) == 1
+        profiles.count(event("5", 3, [OFFER, 5, 1, A], time=NOW - 10 * DAY), event("6", 3, [OFFER, 5]))
+        assert profiles.values(3) == {5: 1.0}, "the public key is too far away"
+
+
+@pytest.mark.spec("PRO-04")
+def test_siblings_under_one_time_counter_confirm_each_other(profiles: Profiles) -> None:
+    profiles.count(event("1", 1, [OFFER, 5, 1, A]), event("2", 1, [EXACT, 5, 7, B]), log="order")
+    assert profiles.values(1) == {5: 1.0}
+    assert profiles.values(1, counter=EXACT) == {5: 7}
+
+
+@pytest.mark.spec("PRO-04")
+def test_owned_data_that_cannot_be_held_back_is_refused_and_never_public(profiles: Profiles) -> None:
+    (verdict,) = profiles.count(event("1", 1, [OFFER, 5], [PUBLIC, 5, 1, A]), log="visit")
+    assert verdict.status == "refused"
+    (verdict,) = profiles.count(event("1", 1, [539, 5, 1, A]), log="redir")
+    assert (verdict.status, "MaxDelayedRecords" in verdict.reason) == ("refused", True)
+    (verdict,) = profiles.count(event("2", 1, [OFFER, 5, 1, ""]))
+    assert verdict.status == "refused", "an empty owner is a mistake, not the lack of one"
+    assert profiles.values(1) == {}
+
+
+def everything_seen(profiles: Profiles, tmp_path: Path) -> list[bytes]:
+    """All that the world sees: answers in both forms, what was published, what is exported."""
+    seen: list[bytes] = []
+    for at_now in (False, True):
+        view = view_of(profiles.product, UNRESTRICTED, None, at_now=at_now)
+        for ids in ((1,), (2,), (3,), (1, 1), (1, 4)):
+            read = profiles.read(*ids, view=view)
+            seen += [msgspec.json.encode(as_structs([read], view)), as_protobuf([read], view)]
+    seen += sorted(each.SerializeToString() for each in published(profiles))
+    import pyarrow.parquet as parquet
+
+    export(profiles.context.store, profiles.product, tmp_path / "all.parquet", report=lambda _: None)
+    return [*seen, *parquet.read_table(tmp_path / "all.parquet")["profile"].to_pylist()]
+
+
+PUBLIC_EVENTS = [event("p1", 1, [OFFER, 1, 2.0]), event("p2", 3, [OFFER, 9])]
+OWNED_EVENTS = [
+    event("h1", 1, [OFFER, 5, 1, A]),
+    event("h2", 2, [OFFER, 6, 1, A]),
+    *[event(f"h3{key}", 3, [OFFER, key + 100, 1, B]) for key in range(50)],
+]
+
+
+@pytest.mark.spec("PRO-05", "PRO-13")
+def test_held_back_data_shows_in_no_answer_no_message_and_no_export(profiles: Profiles, tmp_path: Path) -> None:
+    profiles.count(*PUBLIC_EVENTS)
+    before = everything_seen(profiles, tmp_path)
+    profiles.count(*OWNED_EVENTS)
+    assert rows_of(profiles, HELD_UPDATES) == len(OWNED_EVENTS)
+    assert everything_seen(profiles, tmp_path) == before
+
+
+@pytest.mark.spec("PRO-05")
+def test_a_store_with_held_back_data_and_one_without_answer_alike_byte_for_byte(tmp_path: Path) -> None:
+    seen = []
+    for name, owned in (("plain", []), ("held", OWNED_EVENTS)):
+        with opened(f"sqlite:///{tmp_path / name}.db") as profiles:
+            for each in [*owned[:25], *PUBLIC_EVENTS, *owned[25:]]:
+                profiles.count(each)
+            assert rows_of(profiles, HELD_UPDATES) == len(owned)
+            seen.append(everything_seen(profiles, tmp_path))
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.spec("PRO-06")
+def test_held_back_data_is_deleted_after_its_period_and_has_no_effect_from_that_moment_on(profiles: Profiles) -> None:
+    profiles.count(event("1", 1, [OFFER, 5, 1, A]), event("2", 2, [OFFER, 5, 1, A]))
+    profiles.clock.advance(5 * DAY - 1)
+    profiles.count(event("3", 1, [OFFER, 5, 1, B]))
+    assert len(profiles.values(1)) == 1
+    profiles.clock.advance(1)
+    profiles.count(event("4", 2, [OFFER, 5, 1, B]))
+    assert profiles.values(2) == {}, "not swept, and yet not there"
+    Sweep(profiles.context, profiles.product).step()
+    assert rows_of(profiles, HELD_UPDATES) == 1
+    assert profiles.context.store.read(lambda tx: explain(tx, profiles.product, ("user", "2")))[0].event_id == "4"
+
+
+@pytest.mark.spec("PRO-06")
+def test_above_the_cap_the_smallest_by_time_key_and_event_go(profiles: Profiles) -> None:
+    profiles.count(*[event(f"e{n:03}", 1, [OFFER, 1000 + n, 1, A], time=NOW - n // 2) for n in range(604)])
+    assert rows_of(profiles, HELD_UPDATES) == 600
+    held = profiles.context.store.read(lambda tx: explain(tx, profiles.product, ("user", "1")))
+    gone = {f"e{n:03}" for n in range(604)} - {each.event_id for each in held}
+    assert gone == {"e600", "e601", "e602", "e603"}
+
+
+@pytest.mark.spec("PRO-10")
+def test_an_administrator_is_told_what_is_held_back_and_what_it_waits_for(profiles: Profiles) -> None:
+    profiles.count(event("1", 1, [OFFER, 5, 2.5, A], time=NOW - 60), event("2", 1, [EXACT, 6, 7, B]), log="order")
+    first, second = profiles.context.store.read(lambda tx: explain(tx, profiles.product, ("user", "1")))
+    assert (first.counter, first.key, first.value, first.time) == ("CI_OFFER_INTEREST_COUNT", 5, 2.5, NOW - 60)
+    assert first.owner == f"{owner_of(A):016x}"
+    assert first.held_since_us == NOW * 1_000_000
+    assert first.held_until_us == (NOW + 5 * DAY) * 1_000_000
+    assert "of another owner" in first.waits_for
+    assert (second.value, second.log) == (7, "order")
+    only = profiles.context.store.read(lambda tx: explain(tx, profiles.product, ("user", "1"), EXACT, 6))
+    assert [each.event_id for each in only] == ["2"]
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("PRO-07")
+def test_the_ids_of_one_person_are_merged_and_nothing_is_written(profiles: Profiles) -> None:
+    profiles.count(event("1", 1, [OFFER, 5, 2.0], time=NOW - DAY), event("2", 2, [OFFER, 5, 1.0]))
+    profiles.count(event("3", 1, [OFFER, 7, 1.0, A], time=NOW - DAY), event("4", 2, [OFFER, 7, 3.0, B]))
+    before = rows_of(profiles, HELD_UPDATES), profiles.read(1).version
+    merged = profiles.values(1, 2)
+    assert merged == {5: pytest.approx(1 + decayed(2.0, 0.5, DAY)), 7: pytest.approx(3 + decayed(1.0, 0.5, DAY))}
+    assert profiles.values(1, 2, counter=OFFER_TIME) == {5: NOW, 7: NOW}
+    assert profiles.values(1) == {5: 2.0}, "alone, what is held back stays so"
+    assert (rows_of(profiles, HELD_UPDATES), profiles.read(1).version) == before
+
+
+@pytest.mark.spec("PRO-07")
+def test_a_hundred_ids_merge_within_the_caps(profiles: Profiles) -> None:
+    events = [event(f"{n}-{k}", n, [OFFER, n * 10 + k], time=NOW - n * 60 - k) for n in range(100) for k in range(3)]
+    profiles.count(*events)
+    merged = profiles.values(*range(100))
+    assert len(merged) == 30
+    assert set(merged) == {n * 10 + k for n in range(10) for k in range(3)}, "the newest of all"
+
+
+@pytest.mark.spec("PRO-07", "CNT-16")
+def test_not_glued_counters_are_answered_for_a_single_id_only(profiles: Profiles) -> None:
+    not_glued = next(c.id for c in profiles.product.catalog.counters.values() if c.not_glued and not c.no_operation)
+    log = profiles.product.catalog[not_glued].input_types[0]
+    profiles.count(event("1", 1, [not_glued, 5]), event("2", 2, [not_glued, 5]), log=log)
+    assert profiles.values(1, counter=not_glued) == {5: 1.0}
+    assert profiles.values(1, 2, counter=not_glued) == {}
+
+
+@pytest.mark.spec("PRO-07", "CNT-08")
+def test_values_are_as_of_the_key_s_time_or_decayed_to_now_and_expire_unswept(profiles: Profiles) -> None:
+    profiles.count(event("1", 1, [OFFER, 5, 4.0]))
+    profiles.clock.advance(7 * DAY)
+    assert profiles.values(1) == {5: 4.0}
+    view = view_of(profiles.product, UNRESTRICTED, [OFFER], at_now=True)
+    assert profiles.read(1, view=view).packs[0].rows[0][1] == [pytest.approx(decayed(4.0, 0.5, 7 * DAY))]
+    profiles.clock.advance(53 * DAY)
+    assert profiles.values(1) == {5: 4.0}
+    profiles.clock.advance(1)
+    assert profiles.values(1) == profiles.values(1, 2) == {}
+
+
+@pytest.mark.spec("PRO-08", "PRO-09")
+def test_a_client_receives_what_its_configuration_and_grants_name(profiles: Profiles) -> None:
+    profiles.count(event("1", 1, [539, 5]), log="redir")
+    profiles.count(event("2", 1, [OFFER, 5]))
+    plain = view_of(profiles.product, ClientView(), None)
+    assert {left.counter_id for left in plain.left_out} == {539, 540}
+    assert [pack.counter_ids for pack in profiles.read(1, view=plain).packs] == [[OFFER, OFFER_TIME]]
+    granted = view_of(profiles.product, UNRESTRICTED, [539])
+    assert [pack.counter_ids for pack in profiles.read(1, view=granted).packs] == [[539]]
+    narrow = view_of(profiles.product, ClientView(counters=[OFFER]), [OFFER, 539, OFFER_TIME])
+    assert {left.counter_id: left.reason for left in narrow.left_out} == {
+        539: "needs a grant for UR_METRIKA_OWNED",
+        OFFER_TIME: "not among the counters of this client",
+    }
+    assert [pack.counter_ids for pack in profiles.read(1, view=narrow).packs] == [[OFFER]]
+    none = view_of(profiles.product, ClientView(keywords=("segments",)), None)
+    assert profiles.read(1, view=none).packs == []
+
+
+@pytest.mark.spec("CNT-11", "PRO-08")
+def test_a_legacy_client_gets_the_older_form_and_everyone_else_packs(profiles: Profiles) -> None:
+    profiles.count(event("1", 1, [OFFER, 5], [EXACT, 6]), log="order")
+    view = view_of(profiles.product, ClientView(legacy=True), None)
+    read = profiles.read(1, view=view)
+    answer = as_structs([read], view).profiles[0]
+    assert answer.packed_counters == []
+    assert [(each.counter_id, list(each.keys)) for each in answer.counters] == [
+        (OFFER, [5, 6]),
+        (EXACT, [5, 6]),
+        (OFFER_TIME, [5, 6]),
+    ]
+    from keyfold.counters.messages_pb2 import Profiles as ProfilesMessage
+
+    message = ProfilesMessage.FromString(as_protobuf([read], view)).profiles[0]
+    assert [each.counter_id for each in message.counters] == [OFFER, EXACT, OFFER_TIME]
+    assert not message.packed_counters
+
+
+@pytest.mark.spec("CNT-16")
+def test_rare_keys_weigh_more_by_how_many_profiles_have_them(profiles: Profiles) -> None:
+    import math
+
+    idf = next(c for c in profiles.product.catalog.counters.values() if c.idf)
+    events = [event(f"{n}", n, [idf.id, 1], *([[idf.id, 2]] if n == 0 else [])) for n in range(9)]
+    profiles.count(*events, log=idf.input_types[0])
+    weighing = Weighing(profiles.context, profiles.product)
+    assert not weighing.step()
+    view = view_of(profiles.product, UNRESTRICTED, [idf.id], weighted=True)
+    ((_, values),) = profiles.read(0, view=view).packs[0].rows
+    assert values == [pytest.approx(math.log(10 / 10)), pytest.approx(math.log(10 / 2))]
+    assert not weighing.step(), "not due again"
+
+
+@pytest.mark.spec("PRO-11")
+def test_segment_sets_are_taken_whole_by_version_and_bounded(profiles: Profiles) -> None:
+    def sent(version: int, *names: str) -> None:
+        entries = [{"segment_id": name, "evaluation_version": version} for name in names]
+        put(profiles.context, "cdp-segments-log", [message("1", version, msgspec.json.encode({"segments": entries}))])
+        profiles.relay("cdp-segments-log")
+        profiles.consume("profiles-segments")
+
+    sent(3, "x", "y")
+    profiles.count(event("1", 1, [OFFER, 5]))
+    sent(2, "old")
+    assert profiles.read(1).segments == [("x", 3), ("y", 3)]
+    assert profiles.read(1).version == 2
+    sent(4, *[f"s{n}" for n in range(600)])
+    assert [name for name, _ in profiles.read(1).segments] == [f"s{n}" for n in range(100, 600)]
+    sent(5)
+    assert profiles.read(1).segments == []
+    assert [len(each.segments) for each in published(profiles)] == [2, 2, 500, 0]
+
+
+@pytest.mark.spec("PRO-12")
+def test_a_full_profile_refuses_what_does_not_fit_and_goes_on_with_the_rest(store_url: str) -> None:
+    with opened(store_url, profile_bytes_max=1000) as profiles:
+        lone = 630  # a counter without a time counter: nothing of it expires
+        events = [event(f"e{n}", 1, [lone, 2**63 + n], time=NOW) for n in range(100)]
+        log = profiles.product.catalog[lone].input_types[0]
+        verdicts = profiles.count(*events, event("other", 2, [lone, 1]), log=log)
+        counted = [verdict.status for verdict in verdicts].count("counted")
+        assert 30 < counted < 100
+        assert verdicts[-1].status == "counted"
+        assert "the profile is full" in verdicts[counted].reason
+        assert [verdict.status for verdict in verdicts[: counted - 1]] == ["counted"] * (counted - 1)
+        assert profiles.statuses(event("again", 1, [lone, 2**63]), log=log) == ["counted"], "a key it has still counts"
+
+
+@pytest.mark.spec("PRO-12")
+def test_ids_are_text_or_64_bit_numbers_of_any_type(profiles: Profiles) -> None:
+    for number, each in enumerate((2**64 - 1, -(2**63), "профиль", "a/b c")):
+        profiles.count(event(f"e{number}", each, [OFFER, 1]))
+        assert profiles.values(each) == {1: 1.0}
+    assert profiles.statuses(event("x", 2**64, [OFFER, 1]), event("y", "", [OFFER, 1])) == ["refused"] * 2
+
+
+@pytest.mark.spec("PRO-13")
+def test_every_change_is_published_whole_with_a_growing_version(profiles: Profiles) -> None:
+    profiles.count(event("1", 1, [OFFER, 5]))
+    profiles.count(event("2", 1, [OFFER, 5]), event("3", 1, [PUBLIC, 5]), log="order")
+    profiles.count(event("1", 1, [OFFER, 5]))
+    first, second = published(profiles)
+    assert (first.type, first.id, first.version, second.version) == ("user", "1", 1, 2)
+    packs = {tuple(pack.counter_ids): pack for pack in second.packed_counters}
+    assert packs[OFFER, OFFER_TIME].values[0].float_values.value[0] == 2.0
+
+
+# Concurrency, ageing, change of catalog ------------------------------------------------------------------------------
+
+
+def in_parallel(*works: Any) -> None:
+    failures: list[BaseException] = []
+
+    def run(work: Any) -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+@pytest.mark.spec("PRO-02", "CORE-04")
+def test_two_workers_on_one_profile_lose_nothing_and_count_nothing_twice(profiles: Profiles) -> None:
+    shared = [event(f"s{n}", n % 4, [OFFER, n % 3], [EXACT, 1, 2]) for n in range(40)]
+
+    def work(name: str) -> None:
+        for n in range(40):
+            profiles.count(shared[n], event(f"{name}{n}", n % 4, [OFFER, 9], [EXACT, 1, 1]), log="order")
+
+    in_parallel(lambda: work("a"), lambda: work("b"))
+    for profile in range(4):
+        assert profiles.values(profile, counter=EXACT)[1] == 10 * 2 + 20
+        assert profiles.values(profile)[9] == 20.0
+    assert [each.version for each in published(profiles) if each.id == "0"] == list(
+        range(1, profiles.read(0).version + 1)
+    )
+
+
+@pytest.mark.spec("PRO-04", "CORE-04")
+def test_two_owners_that_come_at_once_still_release_each_other(profiles: Profiles) -> None:
+    for n in range(15):
+        in_parallel(
+            lambda n=n: profiles.count(event(f"a{n}", n, [OFFER, 5, 1, A])),
+            lambda n=n: profiles.count(event(f"b{n}", n, [OFFER, 5, 1, B])),
+        )
+    assert [profiles.values(n) for n in range(15)] == [{5: 2.0}] * 15
+    assert rows_of(profiles, HELD_UPDATES) == 0
+
+
+@pytest.mark.spec("CORE-02")
+def test_a_transaction_that_fails_late_leaves_nothing(profiles: Profiles) -> None:
+    from keyfold.profiles.model import event_of
+    from keyfold.profiles.service.counting import count_events
+
+    def work(tx: Transaction) -> None:
+        count_events(
+            tx, profiles.product, [("visit", event_of(event("1", 1, [OFFER, 5], [OFFER, 6, 1, A])))], marked=True
+        )
+        raise Conflict("at the very end")
+
+    with pytest.raises(Conflict):
+        profiles.context.store.transact(work)
+    assert [rows_of(profiles, table) for table in (PROFILES, HELD_UPDATES, EVENT_MARKS)] == [0, 0, 0]
+    assert published(profiles) == []
+
+
+@pytest.mark.spec("CNT-07", "PRO-13")
+def test_a_profile_that_expired_whole_is_deleted_and_comes_back_above_its_version(profiles: Profiles) -> None:
+    profiles.count(event("1", 1, [OFFER, 5]), event("2", 2, [OFFER, 5]))
+    profiles.count(event("3", 1, [OFFER, 5]))
+    profiles.clock.advance(60 * DAY)
+    profiles.count(event("4", 2, [OFFER, 6], time=NOW + 60 * DAY))
+    profiles.clock.advance(1)
+    Sweep(profiles.context, profiles.product).step()
+    assert rows_of(profiles, PROFILES) == 1
+    assert profiles.values(2) == {6: 1.0}
+    profiles.count(event("5", 1, [OFFER, 7], time=NOW + 60 * DAY))
+    versions = [(each.id, each.version, len(each.packed_counters)) for each in published(profiles) if each.id == "1"]
+    assert versions == [("1", 1, 1), ("1", 2, 1), ("1", 3, 0), ("1", 4, 1)]
+
+
+@pytest.mark.spec("CNT-07")
+def test_a_profile_that_waits_for_a_second_source_is_not_swept(profiles: Profiles) -> None:
+    profiles.count(event("1", 1, [OFFER, 5, 1, A]))
+    Sweep(profiles.context, profiles.product).step()
+    profiles.count(event("2", 1, [OFFER, 5, 1, B]))
+    assert profiles.values(1) == {5: 2.0}
+    step = profiles.context.store.transact(lambda tx: sweeping.delete_expired(tx, profiles.product, ("", ""), 1))
+    assert step == sweeping.Step(("user", "1"), 0)
+
+
+@pytest.mark.spec("CNT-03", "CNT-19")
+def test_a_catalog_that_changes_the_kind_of_a_counter_is_refused_before_anything_is_counted(
+    store_url: str, tmp_path: Path
+) -> None:
+    from tests.profiles import EXAMPLE
+
+    with opened(store_url) as profiles:
+        profiles.count(event("1", 1, [OFFER, 5]))
+    text = EXAMPLE.read_text()
+    start = text.index("CI_OFFER_INTEREST_COUNT = 600")
+    changed = text[:start] + text[start:].replace("VF_FLOAT", "VF_DOUBLE", 1)
+    (tmp_path / "changed.proto").write_text(changed)
+    with (
+        pytest.raises(CatalogWrong, match="counter 600 was float here, now it is double"),
+        opened(store_url, catalog=str(tmp_path / "changed.proto")),
+    ):
+        pass
+
+
+@pytest.mark.spec("CNT-13", "CNT-19")
+def test_a_counter_that_left_the_catalog_is_not_answered_and_not_destroyed(store_url: str, tmp_path: Path) -> None:
+    from tests.profiles import EXAMPLE
+
+    with opened(store_url) as profiles:
+        profiles.count(event("1", 1, [OFFER, 5], [EXACT, 5, 3]), log="order")
+    text = EXAMPLE.read_text()
+    start, end = text.index("CI_OFFER_ORDERS_EXACT = 602"), text.index("CI_OFFER_INTEREST_TIME = 603")
+    (tmp_path / "less.proto").write_text(text[:start] + text[end:])
+    with opened(store_url, catalog=str(tmp_path / "less.proto")) as profiles:
+        profiles.count(event("2", 1, [OFFER, 6]))
+        assert profiles.values(1) == {5: 1.0, 6: 1.0}
+        assert EXACT not in [each for pack in profiles.read(1).packs for each in pack.counter_ids]
+    with opened(store_url) as profiles:
+        assert profiles.values(1, counter=EXACT)[5] == 3
