@@ -32,6 +32,7 @@ from bench.harness import Goal, Race, Side, rate
 from bench.redis_server import RedisServer
 from bench.serving import requests_per_second, served
 from keyfold.core.context import Context
+from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import insert
 from keyfold.core.store.sqlite import driver as sqlite_driver
 from keyfold.counters.bulk import Updates, fold
@@ -56,7 +57,7 @@ class Sizes:
     def __init__(self, quick: bool) -> None:
         self.people = 2_000 if quick else 20_000
         self.requests = 200 if quick else 2_000
-        self.seconds = 1 if quick else 5
+        self.seconds = 3 if quick else 5  # answers of gathered requests come in waves
 
 
 def races(quick: bool) -> Iterator[Race]:
@@ -87,7 +88,8 @@ class People:
     def fill(self, context: Context, product: Product) -> None:
         bodies, expires_at = self.bodies(product)
         for start in range(0, self.count, INSERT_ROWS):
-            rows = rows_of([name(each) for each in range(self.count)], bodies, expires_at, start, start + INSERT_ROWS)
+            end = min(start + INSERT_ROWS, self.count)
+            rows = rows_of([name(each) for each in range(start, end)], bodies[start:end], expires_at[start:end])
             context.store.transact(lambda tx, rows=rows: insert(tx, PROFILES, rows))  # type: ignore[misc]
 
     def bodies(self, product: Product) -> tuple[list[bytes], list[int]]:
@@ -109,19 +111,19 @@ class People:
         return [chance.sample(range(self.count), PEOPLE) for _ in range(count)]
 
 
-def rows_of(ids: Sequence[str], bodies: Sequence[bytes], expires_at: Sequence[int], start: int, end: int) -> Any:
-    """Columns of the profiles from `start` to `end`, each counted once."""
-    count = len(ids[start:end])
+def rows_of(ids: Sequence[str], bodies: Sequence[bytes], expires_at: Sequence[int]) -> Columns:
+    """The columns of profiles that were counted once."""
+    count = len(ids)
     return {
         "profile_type": ["user"] * count,
-        "profile_id": ids[start:end],
+        "profile_id": ids,
         "version": [1] * count,
         "public_version": [1] * count,
-        "body": bodies[start:end],
+        "body": bodies,
         "segments": [b""] * count,
         "segments_version": [0] * count,
         "held_until_us": [0] * count,
-        "expires_at": expires_at[start:end],
+        "expires_at": expires_at,
     }
 
 
@@ -139,7 +141,9 @@ def _in_process(
     if people.keys > 1:
         sides.append(Side(PEER_WHOLE, peer.run_whole))
         goals.append(Goal(side=OURS, against=PEER_WHOLE, note="the same content"))
-    return Race(title=f"in process, {where}, against Redis {server.version()}", unit="requests/s", sides=sides, goals=goals)
+    return Race(
+        title=f"in process, {where}, against Redis {server.version()}", unit="requests/s", sides=sides, goals=goals
+    )
 
 
 class Reader:
@@ -166,7 +170,9 @@ class Reader:
         for person, read in zip(self._requests[0], self._read(self._entries[0]), strict=True):
             assert [pack.counter_ids for pack in read.packs] == [[each] for each in WANTED]
             for counter, pack in enumerate(read.packs):
-                given = dict(zip(people.key[person, counter].tolist(), people.value[person, counter].tolist(), strict=True))
+                given = dict(
+                    zip(people.key[person, counter].tolist(), people.value[person, counter].tolist(), strict=True)
+                )
                 assert dict(zip(pack.keys, pack.rows[0][1], strict=True)) == given
 
 
@@ -362,7 +368,9 @@ def serve_fastapi(url: str, port: int) -> None:
         profiles = [_as_dict(each.type, each.id, found.get(each.id), wanted) for each in asked]
         return JSONResponse({"profiles": profiles, "left_out": []})
 
-    uvicorn.run(app, host="127.0.0.1", port=port, loop="uvloop", http="httptools", log_level="warning", access_log=False)
+    uvicorn.run(
+        app, host="127.0.0.1", port=port, loop="uvloop", http="httptools", log_level="warning", access_log=False
+    )
 
 
 Found = dict[str, tuple[bytes, int]]
@@ -406,4 +414,11 @@ def _as_dict(kind: str, profile_id: str, row: tuple[bytes, int] | None, wanted: 
                 }
             )
     version = row[1] if row else 0
-    return {"type": kind, "id": profile_id, "packed_counters": packs, "counters": [], "segments": [], "version": version}
+    return {
+        "type": kind,
+        "id": profile_id,
+        "packed_counters": packs,
+        "counters": [],
+        "segments": [],
+        "version": version,
+    }

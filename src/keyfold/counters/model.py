@@ -48,6 +48,11 @@ def must_be_update(
     if not 0 <= key <= UINT64_MAX:
         raise ValueWrong(f"the key {key} of {counter.name} is not an unsigned 64-bit number")
     must_be_time(time, now, future_seconds_max)
+    must_be_value(counter, value)
+
+
+def must_be_value(counter: Counter, value: Number) -> None:
+    """Refuse a value that the kind of a counter cannot keep."""
     if counter.kind is Kind.FIXED64:
         if value != int(value) if math.isfinite(value) else True:
             raise ValueWrong(f"{counter.name} takes whole numbers, not {value}")

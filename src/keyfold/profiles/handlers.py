@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from keyfold.core.errors import SettingsWrong
-from keyfold.counters.catalog import Catalog, Counter
-from keyfold.counters.errors import UpdateRefused, ValueWrong
+from keyfold.core.errors import KeyfoldError, SettingsWrong
+from keyfold.counters.catalog import UINT64_MAX, Catalog, Counter, Kind
+from keyfold.counters.errors import CounterReadOnly, CounterUnknown, UpdateRefused, ValueWrong
 from keyfold.counters.keys import owner_of
-from keyfold.counters.model import Number
+from keyfold.counters.model import VALUE_MAX, Number, must_be_value
 
 _MARK = "__keyfold_handlers__"
 
@@ -42,18 +42,62 @@ class Event:
 Update = tuple[Counter, int, Number, int]  # counter, key, value, owner (0: none)
 
 
+class Writable:
+    """The counters that the handlers of a log may write in profiles of a type, by id and by name."""
+
+    def __init__(self, catalog: Catalog, log: str, profile_type: str) -> None:
+        self.catalog = catalog
+        self.log = log
+        self.profile_type = profile_type
+        fitting = [c for c in catalog.counters.values() if self._reason(c) is None]
+        self.counters: dict[int | str, Counter] = {name: c for c in fitting for name in (c.id, c.name)}
+        self.delayed = {c.id for c in fitting if catalog.group_of(c.id).delayed_records_max is not None}
+
+    def why_not(self, counter: int | str) -> KeyfoldError:
+        """Why a counter is not among them."""
+        try:
+            described = self.catalog[counter]
+        except CounterUnknown as error:
+            return error
+        if described.no_operation:
+            return CounterReadOnly(f"{described.name} is kept by the counters under it, handlers do not write it")
+        return UpdateRefused(f"{described.name} {self._reason(described)}")
+
+    def _reason(self, counter: Counter) -> str | None:
+        if counter.no_operation:
+            return "is marked NoOperation"
+        if counter.profile_type != self.profile_type:
+            return f"belongs to profiles of type {counter.profile_type}, not {self.profile_type}"
+        if counter.input_types and self.log not in counter.input_types:
+            return f"does not accept the log {self.log}, only {', '.join(counter.input_types)}"
+        return None
+
+
 class Updates:
-    """Where a handler says what is to be counted. `owner` is a domain, or the number that `owner_of` gives for it."""
+    """Where a handler says what is to be counted. `owner` is a domain, or the number that `owner_of` gives for it.
 
-    __slots__ = ("_catalog", "rows")
+    What cannot be kept is refused here, with the whole event: an event counts whole or not at all.
+    """
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
+    __slots__ = ("_writable", "rows")
+
+    def __init__(self, writable: Writable) -> None:
+        self._writable = writable
         self.rows: list[Update] = []
 
     def one(self, counter: int | str, key: int, value: Number = 1, owner: str | int | None = None) -> None:
         """One key."""
-        self.rows.append((self._catalog[counter], key, value, 0 if owner is None else _owner(owner)))
+        described = self._writable.counters.get(counter)
+        if described is None:
+            raise self._writable.why_not(counter)
+        # This is called for every update: what is usual passes by comparisons alone.
+        if type(key) is not int or not 0 <= key <= UINT64_MAX:
+            raise ValueWrong(f"the key {key!r:.50} of {described.name} is not an unsigned 64-bit number")
+        if not isinstance(value, float | int) or not -VALUE_MAX <= value <= VALUE_MAX:
+            raise ValueWrong(f"{described.name} takes finite numbers up to {VALUE_MAX:g}, not {value!r:.50}")
+        if described.kind >= Kind.FIXED32:
+            must_be_value(described, value)
+        self.rows.append((described, key, value, 0 if owner is None else self._owner(described, owner)))
 
     def many(
         self,
@@ -63,12 +107,25 @@ class Updates:
         owner: str | int | None = None,
     ) -> None:
         """Many keys, with one value or with one each."""
-        described, number = self._catalog[counter], 0 if owner is None else _owner(owner)
         listed = list(keys)
         each = values if isinstance(values, Sequence) else [values] * len(listed)
         if len(each) != len(listed):
-            raise ValueWrong(f"{described.name} was given {len(listed)} keys and {len(each)} values")
-        self.rows += [(described, key, value, number) for key, value in zip(listed, each, strict=True)]
+            raise ValueWrong(f"counter {counter} was given {len(listed)} keys and {len(each)} values")
+        for key, value in zip(listed, each, strict=True):
+            self.one(counter, key, value, owner)
+
+    def _owner(self, counter: Counter, owner: str | int) -> int:
+        """An owner that is empty is a mistake, not the lack of one: its data would be public."""
+        if counter.id not in self._writable.delayed:
+            raise UpdateRefused(
+                f"{counter.name} has no MaxDelayedRecords, so it cannot take data that is owned",
+                hint="Set it in the CleanUpSettings of its time counter",
+            )
+        if isinstance(owner, str):
+            return owner_of(owner)
+        if not isinstance(owner, int) or not 0 < owner <= UINT64_MAX:
+            raise ValueWrong(f"the owner {owner!r:.50} is neither a domain nor a number that owner_of gives")
+        return owner
 
 
 Handle = Callable[[Event, Updates], None]
@@ -102,6 +159,12 @@ class Handlers:
         self.by_log: dict[str, list[Handler]] = {}
         for each in handlers:
             self.by_log.setdefault(each.log, []).append(each)
+
+    def writing(self, catalog: Catalog) -> dict[str, list[tuple[Handler, Writable]]]:
+        """Each handler with the counters that it may write."""
+        return {
+            log: [(each, Writable(catalog, log, each.profile_type)) for each in own] for log, own in self.by_log.items()
+        }
 
     @property
     def logs(self) -> list[str]:
@@ -140,12 +203,3 @@ def _module(where: str) -> ModuleType:
         raise SettingsWrong(
             f"the handlers cannot be loaded: {type(error).__name__}: {error}", place="profiles.handlers"
         ) from error
-
-
-def _owner(owner: str | int) -> int:
-    """An owner that is empty is a mistake, not the lack of one: its data would be public."""
-    if isinstance(owner, str):
-        return owner_of(owner)
-    if not isinstance(owner, int) or not 0 < owner < 2**64:
-        raise ValueWrong(f"the owner {owner!r} is neither a domain nor a number that owner_of gives")
-    return owner

@@ -8,10 +8,10 @@ import msgspec
 from msgspec import Struct
 
 from keyfold.core.errors import BadInput, KeyfoldError
-from keyfold.counters.catalog import Catalog, Counter
+from keyfold.counters.catalog import Counter
 from keyfold.counters.errors import UpdateRefused
-from keyfold.counters.model import must_be_time, must_be_update
-from keyfold.profiles.handlers import Event, Handlers, Update, Updates
+from keyfold.counters.model import must_be_time
+from keyfold.profiles.handlers import Event, Handler, Updates, Writable
 
 ProfileKey = tuple[str, str]  # type, id
 EVENT_ID_MAX = 200
@@ -49,8 +49,8 @@ class Ready(Struct, frozen=True):
     log: str
     event_id: str
     time: int
-    fingerprint: int
     rows: list[Row]
+    fields: Mapping[str, Any]
 
 
 class Held(Struct, frozen=True):
@@ -93,58 +93,35 @@ def profile_id_of(given: Any, place: str = "profile_id") -> str:
     return given
 
 
-def ready(catalog: Catalog, handlers: Handlers, log: str, event: Event, now: int, future_seconds_max: int) -> Ready:
-    """Let the handlers of a log read an event; every update is checked: an event counts whole or not at all."""
+def ready(
+    writing: Sequence[tuple[Handler, Writable]], log: str, event: Event, now: int, future_seconds_max: int
+) -> Ready:
+    """Let the handlers of a log read an event; what they ask for is checked, so that it counts whole or not at all."""
     must_be_time(event.time, now, future_seconds_max)
     rows: list[Row] = []
-    for each in handlers.by_log.get(log, ()):
-        updates = Updates(catalog)
+    for each, writable in writing:
+        updates = Updates(writable)
         try:
             each.handle(event, updates)
         except KeyfoldError:
             raise
         except Exception as error:
-            raise UpdateRefused(
-                f"the handler {each.handle.__name__} failed: {type(error).__name__}: {error}"
-            ) from error
+            name = each.handle.__name__
+            raise UpdateRefused(f"the handler {name} failed: {type(error).__name__}: {error}") from error
         if not updates.rows:
             continue
         profile = (each.profile_type, profile_id_of(event.fields.get(each.id_field), each.id_field))
-        for update in updates.rows:
-            _must_fit(update, log, each.profile_type, event.time, now, future_seconds_max)
-            counter, key, value, owner = update
+        for counter, key, value, owner in updates.rows:
             rows.append(Row(profile, counter, key, value, event.time, owner, event.id, log, len(rows)))
     if len(rows) > UPDATES_MAX:
         raise UpdateRefused(f"the event makes {len(rows)} updates, {UPDATES_MAX} are allowed")
-    return Ready(log, event.id, event.time, fingerprint(event.fields), rows)
+    return Ready(log, event.id, event.time, rows, event.fields)
 
 
 def fingerprint(fields: Mapping[str, Any]) -> int:
     """64 bits of what an event says, whatever the order of its fields: the same id must say the same."""
     encoded = msgspec.json.encode(fields, order="sorted")
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "big", signed=True)
-
-
-def _must_fit(update: Update, log: str, profile_type: str, time: int, now: int, future_seconds_max: int) -> None:
-    counter, key, value, owner = update
-    if not isinstance(key, int) or not isinstance(value, int | float):
-        raise UpdateRefused(f"{counter.name} takes a key and a value that are numbers")
-    must_be_update(counter, key, value, time, now, future_seconds_max)
-    if counter.profile_type != profile_type:
-        raise UpdateRefused(f"{counter.name} belongs to profiles of type {counter.profile_type}, not {profile_type}")
-    if counter.input_types and log not in counter.input_types:
-        raise UpdateRefused(f"{counter.name} does not accept the log {log}, only {', '.join(counter.input_types)}")
-    if not 0 <= owner < 2**64:
-        raise UpdateRefused(f"the owner {owner} is not an unsigned 64-bit number")
-
-
-def must_have_room(row: Row, delayed_records_max: int | None) -> None:
-    """An owned update may only go where it can be held back: elsewhere it would be public."""
-    if row.owner and delayed_records_max is None:
-        raise UpdateRefused(
-            f"{row.counter.name} has no MaxDelayedRecords, so it cannot take data that is owned",
-            hint="Set it in the CleanUpSettings of its time counter",
-        )
 
 
 class Settled(Struct):

@@ -36,9 +36,17 @@ WEEK_SECONDS = 604_800.0
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 FLOAT64_MAX = float(np.finfo(np.float64).max)
 FLOAT, DOUBLE, FIXED32, FIXED64 = 1, 2, 3, 4
-BY_MAX_RECORDS, BY_EXPIRE_DAYS = 0, 1
 
-PROFILE_PACK, PACK_IDS, PACK_KEYS, PACK_VALUES, ROW_VALUES = 0x1A, 0x0A, 0x12, 0x1A, 0x0A
+
+def _int64(number: int) -> int:
+    """For each plain number that is handed to a function, Numba would compile the function anew."""
+    return cast(int, np.int64(number))
+
+
+_NONE, _SINGLE, _MISSING = _int64(0), _int64(1), _int64(-1)
+BY_MAX_RECORDS, BY_EXPIRE_DAYS = _int64(0), _int64(1)
+PROFILE_PACK, PACK_IDS, PACK_KEYS = _int64(0x1A), _int64(0x0A), _int64(0x12)
+PACK_VALUES, ROW_VALUES = _int64(0x1A), _int64(0x0A)
 GROUP, START, END, FIRST_KEY, COUNT = 0, 1, 2, 3, 4  # the columns of `Bodies.packs`
 
 _SEVEN = np.uint64(7)
@@ -49,9 +57,14 @@ _MIX_GROUP = np.uint64(0xC2B2AE3D27D4EB4F)
 _ZERO, _ONE, _HALF = np.uint64(0), np.uint64(1), np.uint64(32)
 
 
+# Without the counting of references, which took more time than the work (such code may not make arrays), and without
+# a way in from Python, which takes long to compile.
+_INNER: dict[str, Any] = {"nogil": True, "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+
 def _compiled(function: Function) -> Function:
-    """Without the counting of references, which took more time than the work: such code may not make arrays."""
-    return cast(Function, numba.njit(nogil=True, _nrt=False)(function))
+    """For what only compiled code calls."""
+    return cast(Function, numba.njit(**_INNER)(function))
 
 
 def _compiled_and_kept(function: Function) -> Function:
@@ -277,7 +290,7 @@ def _place(numbers: Words, begin: int, count: int, wanted: np.uint64) -> int:
 @_compiled
 def _scan(buffer: Bytes, at: int, end: int, known: Known, stored: Stored) -> int:
     """Find the packs of a body and decode their keys; the number of packs, or -1 where the form is not ours."""
-    count, keys_count, last_group = 0, 0, -1
+    count, keys_count, last_group = _NONE, _NONE, _MISSING
     stored.pack_of[:] = -1
     while at < end:
         pack_start = at
@@ -333,7 +346,7 @@ def _scan_rows(
         if ids_at < 0 or counter_id <= last_id:
             return -1
         last_id = counter_id
-        counter = _place(known.ids, 0, len(known.ids), counter_id)
+        counter = _place(known.ids, _NONE, len(known.ids), counter_id)
         if counter < 0:
             return -1
         if group < 0:
@@ -427,7 +440,7 @@ def _grown(out: Bytes, used: int, more: int) -> Bytes:
 @_compiled_and_kept
 def _fold_all(buffer: Bytes, starts: Ints, row_starts: Ints, rows: Rows, now: int, known: Known) -> Any:
     profiles, groups = len(starts) - 1, len(known.first) - 1
-    body_max, rows_max, columns = 1, 1, 1
+    body_max, rows_max, columns = _SINGLE, _SINGLE, _SINGLE
     for profile in range(profiles):
         body_max = max(body_max, starts[profile + 1] - starts[profile])
         rows_max = max(rows_max, row_starts[profile + 1] - row_starts[profile])
@@ -439,7 +452,7 @@ def _fold_all(buffer: Bytes, starts: Ints, row_starts: Ints, rows: Rows, now: in
     status = np.zeros(profiles, np.int8)
     expires_at = np.zeros(profiles, np.int64)
     bill = np.zeros((len(known.ids), 2), np.float64)
-    dropped, used = 0, 0
+    dropped, used = _NONE, _NONE
 
     stored = Stored(
         np.empty((groups + 1, 5), np.int64),
@@ -539,10 +552,10 @@ def _gather(rows: Rows, begin: int, end: int, known: Known, entries: Entries) ->
         group, key, time = known.group[rows.counter[row]], rows.key[row], rows.time[row]
         hashed = (key ^ (np.uint64(group) * _MIX_GROUP)) * _MIX
         place = (hashed >> _HALF) & mask
-        entry = np.int64(entries.table[place]) - 1
+        entry = int(entries.table[place]) - 1
         while entry >= 0 and (entries.key[entry] != key or entries.group[entry] != group):
             place = (place + _ONE) & mask
-            entry = np.int64(entries.table[place]) - 1
+            entry = int(entries.table[place]) - 1
         if entry < 0:
             entry = count
             count += 1
@@ -615,10 +628,10 @@ def _add_rows(
     """Add the rows to their entries; False where an exact sum would leave 64 bits."""
     whole = values.view(np.uint64)
     for row in range(begin, end):
-        entry = np.int64(entries.of_row[row - begin])
+        entry = int(entries.of_row[row - begin])
         if not entries.good[entry]:
             continue
-        counter = np.int64(rows.counter[row])
+        counter = int(rows.counter[row])
         member, kind = known.slot[counter], known.kinds[counter]
         at = entry * columns + member - known.first[entries.group[entry]]
         stands[member] = True
@@ -683,7 +696,7 @@ def _merge(
     first_key = stored.packs[pack, FIRST_KEY] if pack >= 0 else 0
     places = stored.packs[pack, COUNT] if pack >= 0 else 0
     at, end = entries.begin[group], entries.begin[group + 1]
-    count, place, touched, any_live = 0, 0, False, False
+    count, place, touched, any_live = _NONE, _NONE, False, False
     while place < places or at < end:
         entry = entries.order[at] if at < end else -1
         key = entries.key[entry] if entry >= 0 else _ZERO
@@ -817,7 +830,7 @@ def _charge_entry(
 
 
 @_compiled
-def _expiry(group: int, count: int, known: Known, kept: Kept) -> int:
+def _expiry(group: int, count: int, known: Known, kept: Kept) -> Any:
     if known.expire_seconds[group] == NO_LIMIT:
         return NEVER
     latest = 0

@@ -195,7 +195,8 @@ def ranges(starts: Ints, counts: Ints) -> Ints:
     """start, start + 1, … for each start, `count` of them, one after another."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total) + np.repeat(starts - (ends - counts), counts)
+    places: Ints = np.arange(total) + np.repeat(starts - (ends - counts), counts)
+    return places
 
 
 def _chosen(packs: _Packs, which: Ints) -> _Packs:

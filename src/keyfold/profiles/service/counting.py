@@ -23,7 +23,7 @@ from keyfold.counters.counters import Counters
 from keyfold.counters.errors import UpdateRefused
 from keyfold.profiles import metrics
 from keyfold.profiles.handlers import Event
-from keyfold.profiles.model import Held, ProfileKey, Ready, Row, Verdict, must_have_room, ready, settled
+from keyfold.profiles.model import Held, ProfileKey, Ready, Row, Verdict, fingerprint, ready, settled
 from keyfold.profiles.service.message import whole
 from keyfold.profiles.service.product import PROFILES_TOPIC, Product
 from keyfold.profiles.tables import EVENT_MARKS, EVENT_WATERMARKS, HELD_UPDATES, PROFILE_FLOORS, PROFILES
@@ -79,17 +79,12 @@ def _readied(
     product: Product, log_events: Sequence[tuple[str, Event]], now: int, verdicts: list[Verdict | None]
 ) -> Fresh:
     fresh: Fresh = []
-    catalog, handlers, future = product.catalog, product.handlers, product.settings.future_seconds_max
+    future = product.settings.future_seconds_max
     for number, (log, event) in enumerate(log_events):
         try:
-            one = ready(catalog, handlers, log, event, now, future)
-            for row in one.rows:
-                if row.owner:
-                    must_have_room(row, catalog.group_of(row.counter.id).delayed_records_max)
+            fresh.append((number, ready(product.writing.get(log, ()), log, event, now, future)))
         except KeyfoldError as error:
             verdicts[number] = Verdict(event.id, "refused", str(error))
-            continue
-        fresh.append((number, one))
     return fresh
 
 
@@ -111,33 +106,39 @@ def _in_time(tx: Transaction, fresh: Fresh, verdicts: list[Verdict | None]) -> F
 
 def _unmarked(tx: Transaction, fresh: Fresh, verdicts: list[Verdict | None]) -> Fresh:
     """Mark events; those marked before, or twice in this batch, are duplicates, or conflicts where they say another."""
-    first: dict[tuple[str, str], Ready] = {}
-    for _, one in fresh:
-        first.setdefault((one.log, one.event_id), one)
-    marks: Columns = {
-        "log": [log for log, _ in first],
-        "event_id": [event_id for _, event_id in first],
-        "fingerprint": [one.fingerprint for one in first.values()],
-        "time": [one.time for one in first.values()],
-    }
-    new = insert_new(tx, EVENT_MARKS, marks)
-    seen: Mapping[tuple[Any, ...], int] = {key: one.fingerprint for key, one in first.items() if key in new}
-    if len(new) < len(first):
-        old = [key for key in first if key not in new]
-        known = load(
-            tx, EVENT_MARKS, {"log": [log for log, _ in old], "event_id": [each for _, each in old]}, ("fingerprint",)
-        )
-        seen = {**seen, **{key: stored for key, (stored,) in known.items()}}
+    first: dict[tuple[str, str], tuple[int, int]] = {}  # the number and the fingerprint of the first of an id
+    prints = [fingerprint(one.fields) for _, one in fresh]
+    for (number, one), mark in zip(fresh, prints, strict=True):
+        first.setdefault((one.log, one.event_id), (number, mark))
+    new = _marked(tx, first, {number: one.time for number, one in fresh})
+    if len(new) == len(fresh):
+        return fresh
+    old = [key for key in first if key not in new]
+    keys = {"log": [log for log, _ in old], "event_id": [event_id for _, event_id in old]}
+    known = {key: mark for key, (mark,) in load(tx, EVENT_MARKS, keys, ("fingerprint",)).items()}
     kept: Fresh = []
-    for number, one in fresh:
+    for (number, one), mark in zip(fresh, prints, strict=True):
         key = (one.log, one.event_id)
-        if key in new and first[key] is one:
+        if key in new and first[key][0] == number:
             kept.append((number, one))
-        elif seen[key] == one.fingerprint:
+        elif known.get(key, first[key][1]) == mark:
             verdicts[number] = Verdict(one.event_id, "duplicate")
         else:
             verdicts[number] = Verdict(one.event_id, "conflict", "this id was counted with other content")
     return kept
+
+
+def _marked(
+    tx: Transaction, first: Mapping[tuple[str, str], tuple[int, int]], times: Mapping[int, int]
+) -> set[tuple[Any, ...]]:
+    """Insert the marks of events; returns those that were not there."""
+    marks: Columns = {
+        "log": [log for log, _ in first],
+        "event_id": [event_id for _, event_id in first],
+        "fingerprint": [mark for _, mark in first.values()],
+        "time": [times[number] for number, _ in first.values()],
+    }
+    return insert_new(tx, EVENT_MARKS, marks)
 
 
 def _fold_all(

@@ -28,6 +28,7 @@ class Product:
         self.catalog = catalog
         self.handlers = handlers
         self.topics = topics
+        self.writing = handlers.writing(catalog)
         self.delayed = {
             counter_id: group
             for group in catalog.groups.values()

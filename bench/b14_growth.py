@@ -1,0 +1,190 @@
+"""Growth: profile updates/s and the p99 of a read, on stores of 0.1 M and 1 M profiles, and of 10 M if asked for.
+
+Set KEYFOLD_BENCH_GROWTH=full for the store of 10 M (some 10 GB of disk a kind of store, and a long fill). The stores
+of all sizes stand side by side and take turns. They are filled directly, with bodies as the product writes them (1 to 60
+keys, most of them few), under ids that are scattered over the key space and arrive in no order. Updates are events with
+ids, in transactions of `limits.gather_items_max`, every profile equally likely: the hardest for a cache. Reads are 20
+people a request, in process, one caller. "flat within 1.5×" is a ratio of at least 0.67 between the two largest.
+With --quick the smaller store has so few profiles that a transaction meets many of them twice, which flatters it.
+"""
+
+import itertools
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+import psycopg
+import sqlalchemy as sa
+
+from bench import stores
+from bench.b2_profile_updates import COUNTER, KEYS, LOG, STREAM_SECONDS, TRANSACTION_EVENTS, count_marked, profiles_at
+from bench.b3_profile_read import PEOPLE, rows_of
+from bench.harness import Goal, Race, Side, rate
+from keyfold.core.context import Context
+from keyfold.core.store.batch import Columns
+from keyfold.core.store.sqlite import driver as sqlite_driver
+from keyfold.counters.bulk import Updates, fold
+from keyfold.profiles.handlers import Event
+from keyfold.profiles.model import event_of
+from keyfold.profiles.service.product import Product
+from keyfold.profiles.service.reading import View, read_profiles
+
+OPTION = "KEYFOLD_BENCH_GROWTH"
+QUICK, USUAL, FULL = (10_000, 100_000), (100_000, 1_000_000), (100_000, 1_000_000, 10_000_000)
+BODIES = 2_000  # different bodies, dealt in turn
+FILL_ROWS = 200_000
+SCATTER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it maps numbers of 64 bits one to one
+MUST, MOONSHOT = 0.67, 0.91  # flat within 1.5×, within 1.1×
+
+
+class Sizes:
+    def __init__(self, quick: bool) -> None:
+        self.profiles = QUICK if quick else FULL if os.environ.get(OPTION) == "full" else USUAL
+        self.transactions = 2 if quick else 10
+        self.reads = 200 if quick else 2_000
+
+
+def races(quick: bool) -> Iterator[Race]:
+    sizes = Sizes(quick)
+    with stores.each_kind() as kinds:
+        for kind, new_url in kinds.items():
+            with ExitStack() as stack:
+                grown = []
+                for count in sizes.profiles:
+                    context, product = stack.enter_context(profiles_at(new_url()))
+                    grown.append(Grown(context, product, count))
+                updates = [Side(_size(each.count), lambda each=each: each.update(sizes.transactions)) for each in grown]  # type: ignore[misc]
+                reads = [Side(_size(each.count), lambda each=each: each.read(sizes.reads)) for each in grown]  # type: ignore[misc]
+                goals = _goals(sizes.profiles)
+                yield Race(title=f"updates, {kind}", unit="events/s", sides=updates, goals=goals)
+                yield Race(title=f"p99 of a read, {kind}", unit="ms", sides=reads, goals=goals, better="less")
+
+
+def _goals(counts: Sequence[int]) -> list[Goal]:
+    """What the table asks for is the step from 1 M to 10 M; a smaller one is shown without a grade."""
+    before, last = counts[-2:]
+    if (before, last) == FULL[-2:]:
+        return [Goal(side=_size(last), against=_size(before), must=MUST, moonshot=MOONSHOT)]
+    return [Goal(side=_size(last), against=_size(before), note=f"the step to 10 M needs {OPTION}=full")]
+
+
+def _size(count: int) -> str:
+    return f"{count / 1_000_000:g} M profiles"
+
+
+def scattered(number: int) -> str:
+    return f"{number * SCATTER % 2**64:016x}"
+
+
+class Grown:
+    """A store that holds so many profiles."""
+
+    def __init__(self, context: Context, product: Product, count: int) -> None:
+        self.count = count
+        self._context = context
+        self._product = product
+        self._ids = itertools.count()
+        self._chance = random.Random(14)
+        fill(context, product, count)
+        self.update(1)
+        self.read(20)
+
+    def update(self, transactions: int) -> float:
+        events = self._events(transactions * TRANSACTION_EVENTS)
+        return rate(len(events), lambda: count_marked(self._context, self._product, events))
+
+    def read(self, requests: int) -> float:
+        """The p99 in milliseconds."""
+        view = View(frozenset([COUNTER]), [])
+        taken = []
+        for _ in range(requests):
+            people = {scattered(self._chance.randrange(self.count)) for _ in range(PEOPLE)}
+            entries = [([("user", each)], view) for each in people]
+            started = time.perf_counter()
+            answer = self._context.store.read(lambda tx, e=entries: read_profiles(tx, self._product, e))  # type: ignore[misc]
+            taken.append(time.perf_counter() - started)
+            assert all(read.version for read in answer)
+        return float(np.percentile(taken, 99)) * 1000
+
+    def _events(self, count: int) -> list[tuple[str, Event]]:
+        now = int(time.time())
+        fields = [
+            {
+                "event_id": f"{next(self._ids):015d}-bench",
+                "time": now,
+                "profile_id": scattered(self._chance.randrange(self.count)),
+                "key": self._chance.randrange(KEYS),
+            }
+            for _ in range(count)
+        ]
+        return [(LOG, event_of(each)) for each in fields]
+
+
+def fill(context: Context, product: Product, count: int) -> None:
+    """Insert profiles on the bare driver: in pieces, each in key order, so that the index is not built row by row."""
+    bodies, expires_at = _bodies(product)
+    url = context.settings.store.url
+    filling = SqliteFill(url) if context.store.is_sqlite else PostgresFill(url)
+    for start in range(0, count, FILL_ROWS):
+        numbers = sorted(range(start, min(start + FILL_ROWS, count)), key=scattered)
+        ids = [scattered(number) for number in numbers]
+        some = [bodies[number % BODIES] for number in numbers]
+        ends = [expires_at[number % BODIES] for number in numbers]
+        filling.insert(rows_of(ids, some, ends))
+    filling.close()
+
+
+def _bodies(product: Product) -> tuple[list[bytes], list[int]]:
+    chance = np.random.default_rng(14)
+    keys = np.minimum(chance.geometric(0.08, BODIES), 60)
+    profile = np.repeat(np.arange(BODIES), keys)
+    count = len(profile)
+    updates = Updates(
+        profile=profile,
+        counter=np.full(count, COUNTER, np.uint64),
+        key=np.concatenate([chance.permutation(KEYS)[:each] for each in keys]).astype(np.uint64),
+        value=chance.integers(1, 20, count).astype(np.float64),
+        time=int(time.time()) - chance.integers(0, STREAM_SECONDS, count),
+    )
+    folded = fold(product.catalog, [b""] * BODIES, updates, now=int(time.time()))
+    assert not folded.refused
+    return folded.bodies, folded.expires_at.tolist()
+
+
+class SqliteFill:
+    """Not synced while the file is filled; the checkpoint at the end is."""
+
+    def __init__(self, url: str) -> None:
+        self._connection = sqlite_driver().connect(sa.make_url(url).database, isolation_level=None)
+        for pragma in ("synchronous = OFF", "cache_size = -1000000"):
+            self._connection.execute(f"PRAGMA {pragma}")
+
+    def insert(self, columns: Columns) -> None:
+        into = f"INSERT INTO profiles ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+        self._connection.execute("BEGIN IMMEDIATE")
+        self._connection.executemany(into, zip(*columns.values(), strict=True))
+        self._connection.execute("COMMIT")
+
+    def close(self) -> None:
+        self._connection.execute("PRAGMA synchronous = FULL")
+        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._connection.close()
+
+
+class PostgresFill:
+    """By COPY; vacuumed and analyzed at the end, as the server's own worker would in time."""
+
+    def __init__(self, url: str) -> None:
+        self._connection = psycopg.connect(url, autocommit=True)
+
+    def insert(self, columns: Columns) -> None:
+        with self._connection.cursor().copy(f"COPY profiles ({', '.join(columns)}) FROM STDIN") as copying:
+            for row in zip(*columns.values(), strict=True):
+                copying.write_row(row)
+
+    def close(self) -> None:
+        self._connection.execute("VACUUM ANALYZE profiles")
+        self._connection.close()
