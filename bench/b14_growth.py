@@ -1,10 +1,10 @@
 """Growth: profile updates/s and the p99 of a read, on stores of 0.1 M and 1 M profiles, and of 10 M if asked for.
 
 Set KEYFOLD_BENCH_GROWTH=full for the store of 10 M (some 10 GB of disk a kind of store, and a long fill). The stores
-of all sizes stand side by side and take turns. They are filled directly, with bodies as the product writes them (1 to 60
-keys, most of them few), under ids that are scattered over the key space and arrive in no order. Updates are events with
-ids, in transactions of `limits.gather_items_max`, every profile equally likely: the hardest for a cache. Reads are 20
-people a request, in process, one caller. "flat within 1.5×" is a ratio of at least 0.67 between the two largest.
+of all sizes stand side by side and take turns. They are filled directly, with bodies as the product writes them (1 to
+60 keys, most of them few), under ids that are scattered over the key space and arrive in no order. Updates are events
+with ids, in transactions of `limits.gather_items_max`, every profile equally likely: the hardest for a cache. Reads are
+20 people a request, in process, one caller. "flat within 1.5×" is a ratio of at least 0.67 between the two largest.
 With --quick the smaller store has so few profiles that a transaction meets many of them twice, which flatters it.
 """
 
@@ -20,9 +20,18 @@ import psycopg
 import sqlalchemy as sa
 
 from bench import stores
-from bench.b2_profile_updates import COUNTER, KEYS, LOG, STREAM_SECONDS, TRANSACTION_EVENTS, count_marked, profiles_at
+from bench.b2_profile_updates import (
+    COUNTER,
+    KEYS,
+    LOG,
+    STREAM_SECONDS,
+    TRANSACTION_EVENTS,
+    count_marked,
+    profiles_at,
+    undisturbed_rate,
+)
 from bench.b3_profile_read import PEOPLE, rows_of
-from bench.harness import Goal, Race, Side, rate
+from bench.harness import Goal, Race, Side
 from keyfold.core.context import Context
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.sqlite import driver as sqlite_driver
@@ -94,7 +103,7 @@ class Grown:
 
     def update(self, transactions: int) -> float:
         events = self._events(transactions * TRANSACTION_EVENTS)
-        return rate(len(events), lambda: count_marked(self._context, self._product, events))
+        return undisturbed_rate(len(events), lambda: count_marked(self._context, self._product, events))
 
     def read(self, requests: int) -> float:
         """The p99 in milliseconds."""

@@ -21,7 +21,7 @@ UPDATES_MAX = 1_000
 Status = Literal["counted", "duplicate", "conflict", "late", "refused"]
 
 
-class Verdict(Struct, frozen=True):
+class Verdict(Struct, frozen=True, gc=False):
     """What became of an event. It does not say whether something was held back."""
 
     event_id: str
@@ -29,7 +29,7 @@ class Verdict(Struct, frozen=True):
     reason: str = ""
 
 
-class Row(Struct, frozen=True):
+class Row(Struct, frozen=True, gc=False):
     """One update of one profile, as an event asked for it; `number` is its place in the event."""
 
     profile: ProfileKey
@@ -43,7 +43,7 @@ class Row(Struct, frozen=True):
     number: int
 
 
-class Ready(Struct, frozen=True):
+class Ready(Struct, frozen=True, gc=False):
     """An event that its handlers have read."""
 
     log: str
@@ -53,7 +53,7 @@ class Ready(Struct, frozen=True):
     fields: Mapping[str, Any]
 
 
-class Held(Struct, frozen=True):
+class Held(Struct, frozen=True, gc=False):
     """An owned update that waits for a second source."""
 
     counter_id: int

@@ -155,12 +155,12 @@ class Reference:
         for counter_id, value, _ in stored:
             sums[counter_id] = sums.get(counter_id, 0) + int(value)
         for update in sorted(batch, key=lambda u: (-u[3], u[2])):
-            counter_id, _, value, _ = update
+            counter_id, _, more, _ = update
             if self.catalog[counter_id].kind is Kind.FIXED64:
-                if sums.get(counter_id, 0) + int(value) >= 2**64:
+                if sums.get(counter_id, 0) + int(more) >= 2**64:
                     self.refused.append(update)
                     continue
-                sums[counter_id] = sums.get(counter_id, 0) + int(value)
+                sums[counter_id] = sums.get(counter_id, 0) + int(more)
             fitting.append(update)
         return fitting
 

@@ -21,6 +21,7 @@ from keyfold.counters.errors import (
     PackWrong,
     RowLengthWrong,
     TimeWrong,
+    ValueNotFinite,
     ValueWrong,
 )
 from keyfold.counters.messages_pb2 import Profile
@@ -301,8 +302,6 @@ def test_a_wrong_row_is_refused_by_name_and_the_others_are_folded(kernel: Kernel
         ((0, SPENT, 1, 1.0, -DAY - 1), TimeWrong),
         ((0, SPENT, 1, 1.0, NOW - 2**32), TimeWrong),
     ]
-    updates = _updates([row for row, _ in wrong if not math.isnan(row[3]) and math.isfinite(row[3])], NOW)
-    assert len(updates.profile) == len(wrong) - 2
     rows = [row for row, _ in wrong] + [(0, SPENT, 9, 1.0, 0)]
     updates = Updates(
         profile=np.array([row[0] for row in rows]),
@@ -398,20 +397,41 @@ def test_a_broken_body_is_named_and_its_neighbours_are_folded(kernel: KernelName
     assert folded.expires_at[0] == NEVER
 
 
+@pytest.mark.spec("CNT-15", "CNT-09")
+@kernels
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_stored_value_that_is_not_a_number_is_named(kernel: KernelName, value: float) -> None:
+    profile = Profile()
+    pack = profile.packed_counters.add(counter_ids=[SPENT, 12], keys=[1])
+    pack.values.add().float_values.value.extend([value])
+    pack.values.add().fixed32_values.value.extend([NOW])
+    folded = fold(
+        CATALOG, [profile.SerializeToString()], _updates([(0, SPENT, 2, 1.0, 0)], NOW), now=NOW, kernel=kernel
+    )
+    assert [type(error) for error in folded.broken.values()] == [ValueNotFinite]
+
+
 @pytest.mark.spec("CNT-15", "CNT-10")
 @kernels
 @settings(max_examples=25, deadline=None)
-@given(st.lists(_rows(), min_size=1, max_size=12), st.lists(_rows(), min_size=1, max_size=8), st.randoms())
+@given(
+    st.lists(_rows(), min_size=1, max_size=12),
+    st.lists(_rows(), min_size=1, max_size=8),
+    st.integers(0, 5 * DAY),
+    st.randoms(use_true_random=False),
+)
 def test_a_body_in_any_order_folds_as_ours_does(
     kernel: KernelName,
     before: list[tuple[int, int, int, float, int]],
     rows: list[tuple[int, int, int, float, int]],
+    passed: int,
     chance: random.Random,
 ) -> None:
+    now = NOW + passed
     bodies = fold(WIDE, [b""] * 3, _updates(before, NOW), now=NOW, kernel=kernel).bodies
     foreign = [_reordered(body, chance) for body in bodies]
-    ours = fold(WIDE, bodies, _updates(rows, NOW), now=NOW, kernel=kernel)
-    theirs = fold(WIDE, foreign, _updates(rows, NOW), now=NOW, kernel=kernel)
+    ours = fold(WIDE, bodies, _updates(rows, now), now=now, kernel=kernel)
+    theirs = fold(WIDE, foreign, _updates(rows, now), now=now, kernel=kernel)
     assert ours.dropped == theirs.dropped
     assert ours.expires_at.tolist() == theirs.expires_at.tolist()
     touched = {row[0] for row in rows}

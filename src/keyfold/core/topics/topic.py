@@ -17,7 +17,7 @@ class TopicSpec(Struct, frozen=True):
     partitions: int | None = None  # None: the setting topics.partitions
 
 
-class Message(Struct, frozen=True, kw_only=True):
+class Message(Struct, frozen=True, kw_only=True, gc=False):
     """What a service puts in the outbox. Versions grow per (key, kind); a consumer applies a message if it is newer."""
 
     key: str
@@ -29,7 +29,7 @@ class Message(Struct, frozen=True, kw_only=True):
     route: str | None = None  # what the partition is chosen by, where it is not the key itself
 
 
-class Record(Struct, frozen=True):
+class Record(Struct, frozen=True, gc=False):
     """A message at its place in a topic."""
 
     partition: int
@@ -37,7 +37,7 @@ class Record(Struct, frozen=True):
     message: Message
 
 
-class Pending(Struct, frozen=True):
+class Pending(Struct, frozen=True, gc=False):
     """A message of the outbox that was not published yet; `id` grows in commit order for each key."""
 
     id: int

@@ -156,7 +156,7 @@ class Fold:
         if len(self.rows.counter):
             counters = np.bincount(self.rows.counter, minlength=len(self.tables.ids)) > 0
             used[self.tables.group[counters]] = True
-        return np.flatnonzero(used).tolist()  # type: ignore[no-any-return]
+        return np.flatnonzero(used).tolist()
 
     def _members(self, group: int) -> list[int]:
         return self.tables.members[self.tables.first[group] : self.tables.first[group + 1]].tolist()  # type: ignore[no-any-return]
