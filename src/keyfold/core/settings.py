@@ -86,7 +86,9 @@ class Settings:
         self.table = table
 
     def section(self, name: str, kind: type[T]) -> T:
-        found = self._sections[name]
+        found = self._sections.get(name)
+        if found is None:  # nobody asked for it when the settings were loaded, so nothing of it was given
+            return kind()
         if not isinstance(found, kind):
             raise TypeError(f"section {name} is {type(found).__name__}, not {kind.__name__}")
         return found
