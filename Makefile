@@ -36,7 +36,7 @@ faults: install servers ## the long fault runs
 	KEYFOLD_FAULTS=long $(BIN)/pytest tests/faults --timeout 0
 
 bench: install servers ## every benchmark, with its peers in the same run
-	$(UV) pip install --quiet --python $(BIN)/python fastapi uvicorn redis
+	$(UV) pip install --quiet --python $(BIN)/python fastapi uvicorn httptools redis hiredis
 	bash bench/install
 	$(BIN)/python -m bench
 

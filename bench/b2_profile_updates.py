@@ -341,7 +341,7 @@ class Peer:
     """One Redis client; every run starts from an empty Redis."""
 
     def __init__(self, server: RedisServer, stream: Stream) -> None:
-        self._client: redis.Redis[bytes] = server.client()
+        self._client: redis.Redis = server.client()
         self._script = str(self._client.script_load(SCRIPT))
         self._expected = stream.expected()
         # As ready for the client as ours are for the service.

@@ -26,7 +26,7 @@ class RedisServer(ServerProcess):
         self._binary = found
         self.port = free_port()
 
-    def client(self) -> "redis.Redis[bytes]":
+    def client(self) -> redis.Redis:
         return redis.Redis(host="127.0.0.1", port=self.port)
 
     def version(self) -> str:

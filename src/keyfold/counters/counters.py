@@ -276,7 +276,11 @@ class MutableCounters(Counters):
 
     def _charge(self, counter: Counter, value: Number, time: int, to: int) -> None:
         """Times have no weight: of a counter that keeps times, the keys are counted."""
-        weight = float(value != 0) if counter.kind is Kind.FIXED32 else decayed(value, counter.decay, max(self.now - time, 0))
+        weight = (
+            float(value != 0)
+            if counter.kind is Kind.FIXED32
+            else decayed(value, counter.decay, max(self.now - time, 0))
+        )
         self.bill.setdefault(counter.id, [0.0, 0.0])[to] += weight
 
     def _pack(self, group: Group, extras: "_Extras", pack: CounterPack) -> None:

@@ -62,6 +62,29 @@ def fixed(body: bytes, spans: list[Span], dtype: str) -> NDArray[np.generic]:
     return views[0] if len(views) == 1 else np.concatenate(views or [np.empty(0, dtype)])
 
 
+def text_field(number: int, text: str) -> bytes:
+    """A field of text; an empty one is left out, as proto3 does."""
+    raw = text.encode()
+    return encoded(number << 3 | LENGTH) + encoded(len(raw)) + raw if raw else b""
+
+
+def number_field(number: int, value: int) -> bytes:
+    """A field that is an unsigned number; 0 is left out, as proto3 does."""
+    return encoded(number << 3 | VARINT) + encoded(value) if value else b""
+
+
+def encoded(value: int) -> bytes:
+    """An unsigned number, seven bits a byte, the least first."""
+    if value < 0x80:
+        return _SINGLE[value]
+    raw = bytearray()
+    while value > 0x7F:
+        raw.append(value & 0x7F | 0x80)
+        value >>= 7
+    raw.append(value)
+    return bytes(raw)
+
+
 def _pack(body: bytes, start: int, end: int) -> PackPlace:
     place = PackPlace([], [], [])
     for number, kind, first, last in _fields(body, start, end):
@@ -119,3 +142,4 @@ def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 _NOTHING = np.empty(0, np.uint8)
+_SINGLE = [bytes((value,)) for value in range(0x80)]

@@ -1,7 +1,7 @@
 """The rules of profiles, pure: what an event must be, what holds an owned update back, and what releases it."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -11,7 +11,7 @@ from keyfold.core.errors import BadInput, KeyfoldError
 from keyfold.counters.catalog import Counter
 from keyfold.counters.errors import UpdateRefused
 from keyfold.counters.model import must_be_time
-from keyfold.profiles.handlers import Event, Handler, Updates, Writable
+from keyfold.profiles.handlers import Event, Handler, Update, Updates, Writable
 
 ProfileKey = tuple[str, str]  # type, id
 EVENT_ID_MAX = 200
@@ -29,8 +29,22 @@ class Verdict(Struct, frozen=True, gc=False):
     reason: str = ""
 
 
+class Ready(Struct, frozen=True, gc=False):
+    """An event that its handlers have read: which profiles it changes, and how."""
+
+    log: str
+    event_id: str
+    time: int
+    changes: list[tuple[ProfileKey, list[Update]]]
+    fields: Mapping[str, Any]
+
+    @property
+    def is_owned(self) -> bool:
+        return any(owner for _, updates in self.changes for _, _, _, owner in updates)
+
+
 class Row(Struct, frozen=True, gc=False):
-    """One update of one profile, as an event asked for it; `number` is its place in the event."""
+    """One update of one profile, and its place in the event that asked for it."""
 
     profile: ProfileKey
     counter: Counter
@@ -41,16 +55,6 @@ class Row(Struct, frozen=True, gc=False):
     event_id: str
     log: str
     number: int
-
-
-class Ready(Struct, frozen=True, gc=False):
-    """An event that its handlers have read."""
-
-    log: str
-    event_id: str
-    time: int
-    rows: list[Row]
-    fields: Mapping[str, Any]
 
 
 class Held(Struct, frozen=True, gc=False):
@@ -98,7 +102,8 @@ def ready(
 ) -> Ready:
     """Let the handlers of a log read an event; what they ask for is checked, so that it counts whole or not at all."""
     must_be_time(event.time, now, future_seconds_max)
-    rows: list[Row] = []
+    changes: list[tuple[ProfileKey, list[Update]]] = []
+    count = 0
     for each, writable in writing:
         updates = Updates(writable)
         try:
@@ -111,11 +116,20 @@ def ready(
         if not updates.rows:
             continue
         profile = (each.profile_type, profile_id_of(event.fields.get(each.id_field), each.id_field))
-        for counter, key, value, owner in updates.rows:
-            rows.append(Row(profile, counter, key, value, event.time, owner, event.id, log, len(rows)))
-    if len(rows) > UPDATES_MAX:
-        raise UpdateRefused(f"the event makes {len(rows)} updates, {UPDATES_MAX} are allowed")
-    return Ready(log, event.id, event.time, rows, event.fields)
+        changes.append((profile, updates.rows))
+        count += len(updates.rows)
+    if count > UPDATES_MAX:
+        raise UpdateRefused(f"the event makes {count} updates, {UPDATES_MAX} are allowed")
+    return Ready(log, event.id, event.time, changes, event.fields)
+
+
+def rows_of(event: Ready) -> Iterator[Row]:
+    """The updates of an event, one by one."""
+    number = 0
+    for profile, updates in event.changes:
+        for counter, key, value, owner in updates:
+            yield Row(profile, counter, key, value, event.time, owner, event.event_id, event.log, number)
+            number += 1
 
 
 def fingerprint(fields: Mapping[str, Any]) -> int:

@@ -72,6 +72,14 @@ class Transaction:
         except (OverflowError, UnicodeError) as error:
             raise DataRefused(str(error)) from error
 
+    def rows(self, sql: str, parameters: Any = None) -> list[tuple[Any, ...]]:
+        """The rows of the driver's own SQL, as the driver gives them: half the cost of named rows in a large batch."""
+        result = self.driver(sql, parameters)
+        try:
+            return list(result.cursor.fetchall())
+        finally:
+            result.close()
+
     @property
     def now_us(self) -> int:
         if self._now_us is None:

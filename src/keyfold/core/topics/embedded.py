@@ -77,8 +77,15 @@ def bounds(tx: Transaction, topic: str, partition: int) -> Bounds:
 
 
 def published(tx: Transaction, topic: str, partition: int, position: int, count_max: int) -> list[Record]:
-    rows = tx.execute(_PUBLISHED, {"t": topic, "p": partition, "position": position, "count_max": count_max})
-    return [Record(partition, row.position, message_of(row)) for row in rows]
+    rows = tx.rows(_published_sql("?" if tx.is_sqlite else "%s"), (topic, partition, position, count_max))
+    return [
+        Record(
+            partition,
+            at,
+            Message(key=key, version=version, event_time_us=time_us, schema=schema, payload=payload, kind=kind),
+        )
+        for at, key, version, time_us, schema, payload, kind in rows
+    ]
 
 
 def position_at(tx: Transaction, topic: str, partition: int, time_us: int) -> int:
@@ -108,10 +115,13 @@ def message_of(row: sa.Row[tuple[object, ...]]) -> Message:
 
 _HERE = (MESSAGES.c.topic == sa.bindparam("t"), MESSAGES.c.partition == sa.bindparam("p"))
 
-_PUBLISHED = (
-    sa.select(MESSAGES)
-    .where(*_HERE, MESSAGES.c.position.is_not(None), MESSAGES.c.position >= sa.bindparam("position"))
-    .order_by(MESSAGES.c.position)
-    .limit(sa.bindparam("count_max"))
-)
+
+def _published_sql(mark: str) -> str:
+    return (
+        "SELECT position, key, version, event_time_us, schema_name, payload, kind FROM messages"
+        f" WHERE topic = {mark} AND partition = {mark} AND position IS NOT NULL AND position >= {mark}"
+        f" ORDER BY position LIMIT {mark}"
+    )
+
+
 _PUBLISHED_AT = sa.select(MESSAGES.c.published_at_us).where(*_HERE, MESSAGES.c.position == sa.bindparam("position"))

@@ -303,9 +303,11 @@ class Fold:
             return exact
         decay = float(self.tables.decays[counter])
         values = self.rows.value[own] * _factors(decay, entries.times[of_row] - self.rows.time[own])
-        total = np.bincount(of_row, values, len(entries.keys)).astype(np.float64)  # of nothing it makes integers
         age = entries.times[entries.live] - stored.times[place]
-        total[entries.live] += stored.columns[column][place] * _factors(decay, age)
+        before = stored.columns[column][place] * _factors(decay, age)
+        # What is stored comes first, as in the other kernel: where values cancel, the order of a sum shows.
+        of_all, all_values = np.append(np.flatnonzero(entries.live), of_row), np.append(before, values)
+        total = np.bincount(of_all, all_values, len(entries.keys)).astype(np.float64)  # of nothing it makes integers
         return np.clip(total, -LARGEST[kind], LARGEST[kind])
 
     def _capped(self, group: int, kept: Kept) -> Kept:

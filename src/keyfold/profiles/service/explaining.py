@@ -7,7 +7,7 @@ from msgspec import Struct
 from keyfold.core.store import Transaction
 from keyfold.counters.counters import Counters
 from keyfold.profiles.model import Held, ProfileKey
-from keyfold.profiles.service.counting import held_at
+from keyfold.profiles.service.holding import held_at
 from keyfold.profiles.service.product import Product
 from keyfold.profiles.service.reading import stored_bodies
 

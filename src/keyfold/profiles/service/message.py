@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 
+from keyfold.counters import wire
 from keyfold.counters.messages_pb2 import Profile, Segment
 from keyfold.profiles.model import ProfileKey
 
 
 def whole(key: ProfileKey, body: bytes, segments: bytes, version: int) -> bytes:
     """A serialised Profile: its parts are stored as messages of the same type, so that they only need to be joined."""
-    head = Profile(type=key[0], id=key[1]).SerializeToString()
-    return head + body + segments + Profile(version=version).SerializeToString()
+    return b"".join(
+        (wire.text_field(1, key[0]), wire.text_field(2, key[1]), body, segments, wire.number_field(6, version))
+    )
 
 
 def segments_stored(segments: Sequence[tuple[str, int]]) -> bytes:

@@ -16,7 +16,7 @@ from keyfold.counters.messages_pb2 import Profile
 from keyfold.counters.model import Number
 from keyfold.counters.packs import FIELDS, parsed, shape
 from keyfold.profiles.model import Held, ProfileKey, released_by_merge
-from keyfold.profiles.service.counting import Place, held_at
+from keyfold.profiles.service.holding import Place, held_at
 from keyfold.profiles.service.product import Product
 from keyfold.profiles.settings import ClientView
 from keyfold.profiles.tables import KEY_FREQUENCIES, PROFILE_TOTALS, PROFILES

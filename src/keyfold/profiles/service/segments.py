@@ -9,9 +9,9 @@ from msgspec import Meta, Struct
 from keyfold.core.store import Transaction
 from keyfold.core.topics.topic import Record
 from keyfold.profiles.model import ProfileKey, profile_id_of
-from keyfold.profiles.service.counting import Stored, loaded, publish, raise_versions, save
 from keyfold.profiles.service.message import segments_stored
 from keyfold.profiles.service.product import Product
+from keyfold.profiles.service.storing import Stored, loaded, publish, raise_versions, save
 
 
 class Entry(Struct, frozen=True):

@@ -8,8 +8,8 @@ from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import delete, increment, load
 from keyfold.profiles import metrics
 from keyfold.profiles.model import ProfileKey
-from keyfold.profiles.service.counting import Stored, loaded, publish
 from keyfold.profiles.service.product import Product
+from keyfold.profiles.service.storing import Stored, loaded, publish
 from keyfold.profiles.tables import EVENT_MARKS, EVENT_WATERMARKS, HELD_UPDATES, PROFILE_FLOORS, PROFILES
 
 DAY_SECONDS = 86_400

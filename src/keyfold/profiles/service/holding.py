@@ -1,0 +1,181 @@
+"""Owned updates that wait for a second source: where they lie, what releases them, what pushes them out."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from keyfold.core.store import Transaction
+from keyfold.core.store.batch import Columns
+from keyfold.core.store.shapes import delete, insert, load
+from keyfold.counters.catalog import Kind
+from keyfold.counters.counters import Counters
+from keyfold.profiles import metrics
+from keyfold.profiles.model import Held, ProfileKey, Ready, Row, settled
+from keyfold.profiles.service.product import Product
+from keyfold.profiles.service.storing import Stored
+from keyfold.profiles.tables import HELD_UPDATES
+
+Place = tuple[str, str, int, int]  # profile type, profile id, time counter, key
+HeldHere = tuple[ProfileKey, int, Held]  # profile, time counter
+
+PLACE = ("profile_type", "profile_id", "time_counter_id", "key")
+_HELD = ("counter_id", "owner", "value", "count", "committed_at_us")
+
+
+class Settlement(Struct, frozen=True):
+    """What a batch releases, what it adds to what waits, and which of the stored updates leave."""
+
+    released: list[Row]
+    waiting: list[HeldHere]
+    leaving: list[HeldHere]
+
+
+def held_at(tx: Transaction, product: Product, keys: Columns) -> dict[Place, list[Held]]:
+    """The updates that are held back, by place; past its period one is not there, swept or not."""
+    if not keys:
+        return {}
+    oldest_us = tx.now_us - product.settings.delete_us
+    found: dict[Place, list[Held]] = {}
+    for key, values in sorted(load(tx, HELD_UPDATES, keys, _HELD).items()):
+        profile_type, profile_id, time_counter_id, at, time, event_id, log, number = key
+        counter_id, owner, value, count, committed_at_us = values
+        if committed_at_us > oldest_us:
+            kind = product.catalog[counter_id].kind if counter_id in product.catalog else None
+            exact = count if kind is Kind.FIXED64 else value
+            one = Held(counter_id, at, exact, time, owner, event_id, log, number, committed_at_us)
+            found.setdefault((profile_type, profile_id, time_counter_id, at), []).append(one)
+    return found
+
+
+def held_before(
+    tx: Transaction, product: Product, events: Sequence[Ready], stored: Mapping[ProfileKey, Stored]
+) -> dict[Place, list[Held]]:
+    """What waits at the keys that this batch touches; only profiles that hold anything are looked at."""
+    if not product.delayed:
+        return {}
+    now_us = tx.now_us
+    places = sorted(
+        {
+            (*profile, product.delayed[counter.id].id, key)
+            for event in events
+            for profile, updates in event.changes
+            if stored[profile].held_until_us > now_us
+            for counter, key, _, _ in updates
+            if counter.id in product.delayed
+        }
+    )
+    return held_at(tx, product, dict(zip(PLACE, zip(*places, strict=True), strict=True)) if places else {})
+
+
+def settlement(
+    product: Product,
+    rows: Sequence[Row],
+    stored: Mapping[ProfileKey, Stored],
+    held: Mapping[Place, list[Held]],
+    now_us: int,
+) -> Settlement:
+    """Settle every key that an owned update of this batch touches, or where one waits."""
+    now = now_us // 1_000_000
+    steps: dict[Place, list[Held | int]] = {place: [] for place in held}
+    for row in rows:
+        if row.owner:
+            steps.setdefault((*row.profile, product.delayed[row.counter.id].id, row.key), [])
+    for row in rows:
+        group = product.delayed.get(row.counter.id)
+        if group is not None and (here := steps.get((*row.profile, group.id, row.key))) is not None:
+            here.append(_as_held(row, now_us) if row.owner else row.time)
+    freed: list[Row] = []
+    waiting: list[HeldHere] = []
+    leaving: list[HeldHere] = []
+    readers: dict[ProfileKey, Counters] = {}
+    for place, taken in steps.items():
+        profile, group = (place[0], place[1]), product.catalog.groups[place[2]]
+        if profile not in readers:
+            readers[profile] = Counters(product.catalog, stored[profile].body, now)
+        found = readers[profile].find(group.id, place[3])
+        before = held.get(place, [])
+        result = settled(
+            before,
+            None if found is None else found.time,
+            taken,
+            merge_seconds=product.settings.merge_seconds,
+            expired_before=None if group.expire_seconds is None else now - group.expire_seconds,
+        )
+        known = {id(each) for each in before}
+        waiting += [(profile, group.id, each) for each in result.waiting if id(each) not in known]
+        leaving += [(profile, group.id, each) for each in result.released if id(each) in known]
+        freed += [_as_row(product, profile, each) for each in result.released]
+    return Settlement(freed, waiting, leaving)
+
+
+def _as_held(row: Row, now_us: int) -> Held:
+    return Held(row.counter.id, row.key, row.value, row.time, row.owner, row.event_id, row.log, row.number, now_us)
+
+
+def _as_row(product: Product, profile: ProfileKey, held: Held) -> Row:
+    counter = product.catalog[held.counter_id]
+    return Row(profile, counter, held.key, held.value, held.time, 0, held.event_id, held.log, held.number)
+
+
+def move_held(tx: Transaction, product: Product, settled_now: Settlement) -> None:
+    """Delete what was released, insert what waits from now on."""
+    if settled_now.leaving:
+        delete(tx, HELD_UPDATES, _held_keys(settled_now.leaving))
+    waiting = _new_only(tx, settled_now.waiting)
+    if not waiting:
+        return
+    exact = {held.counter_id for _, _, held in waiting if product.catalog[held.counter_id].kind is Kind.FIXED64}
+    insert(
+        tx,
+        HELD_UPDATES,
+        {
+            **_held_keys(waiting),
+            "counter_id": [held.counter_id for _, _, held in waiting],
+            "owner": [held.owner for _, _, held in waiting],
+            "value": [float(held.value) for _, _, held in waiting],
+            "count": [int(held.value) if held.counter_id in exact else 0 for _, _, held in waiting],
+            "committed_at_us": [held.committed_at_us for _, _, held in waiting],
+        },
+    )
+    _push_out(tx, product, sorted({(*profile, group_id) for profile, group_id, _ in waiting}))
+
+
+def _new_only(tx: Transaction, waiting: Sequence[HeldHere]) -> list[HeldHere]:
+    """Where positions vouch for events, an id may come twice: it waits once."""
+    if not waiting:
+        return []
+    keys = _held_keys(waiting)
+    by_key = dict(zip(zip(*keys.values(), strict=True), waiting, strict=True))
+    known = load(tx, HELD_UPDATES, keys, ())
+    return [here for key, here in by_key.items() if key not in known]
+
+
+def _held_keys(held: Sequence[HeldHere]) -> dict[str, list[Any]]:
+    return {
+        "profile_type": [profile[0] for profile, _, _ in held],
+        "profile_id": [profile[1] for profile, _, _ in held],
+        "time_counter_id": [group_id for _, group_id, _ in held],
+        "key": [each.key for _, _, each in held],
+        "time": [each.time for _, _, each in held],
+        "event_id": [each.event_id for _, _, each in held],
+        "log": [each.log for _, _, each in held],
+        "number": [each.number for _, _, each in held],
+    }
+
+
+def _push_out(tx: Transaction, product: Product, pairs: Sequence[tuple[str, str, int]]) -> None:
+    """Above MaxDelayedRecords of a profile and time counter, the smallest by (time, key, event id) go."""
+    waiting = held_at(tx, product, dict(zip(PLACE[:3], zip(*pairs, strict=True), strict=True)))
+    by_pair: dict[tuple[str, str, int], list[Held]] = {}
+    for place, held in waiting.items():
+        by_pair.setdefault(place[:3], []).extend(held)
+    gone: list[HeldHere] = []
+    for (profile_type, profile_id, group_id), held in by_pair.items():
+        count_max = product.catalog.groups[group_id].delayed_records_max or 0
+        if len(held) > count_max:
+            smallest = sorted(held, key=lambda each: each.age)[: len(held) - count_max]
+            gone += [((profile_type, profile_id), group_id, each) for each in smallest]
+    if gone:
+        delete(tx, HELD_UPDATES, _held_keys(gone))
+        tx.after_commit.append(lambda: metrics.PUSHED_OUT.inc(len(gone)))

@@ -1,0 +1,86 @@
+"""The rows of profiles: loaded for writing, saved, and published whole."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from keyfold.core import outbox
+from keyfold.core.store import Transaction
+from keyfold.core.store.shapes import compare_and_set, load, locking_load, update
+from keyfold.core.topics.topic import Message
+from keyfold.profiles.model import ProfileKey
+from keyfold.profiles.service.message import whole
+from keyfold.profiles.service.product import PROFILES_TOPIC, Product
+from keyfold.profiles.tables import PROFILE_FLOORS, PROFILES
+
+COLUMNS = ("version", "public_version", "body", "segments", "segments_version", "held_until_us", "expires_at")
+
+
+class Stored(Struct):
+    """The row of a profile, loaded for writing; version 0: it is not there yet."""
+
+    version: int = 0
+    public_version: int = 0
+    body: bytes = b""
+    segments: bytes = b""
+    segments_version: int = 0
+    held_until_us: int = 0
+    expires_at: int = 0
+
+
+def loaded(tx: Transaction, keys: Sequence[ProfileKey]) -> dict[ProfileKey, Stored]:
+    """The rows for writing. SQLite has one writer, who holds the whole file; elsewhere the rows are locked in order."""
+    columns = {"profile_type": [each for each, _ in keys], "profile_id": [each for _, each in keys]}
+    found = load(tx, PROFILES, columns, COLUMNS) if tx.is_sqlite else locking_load(tx, PROFILES, columns, COLUMNS)
+    stored = {key: Stored() for key in keys}
+    for (profile_type, profile_id), row in found.items():
+        stored[profile_type, profile_id] = Stored(row[0], row[1], bytes(row[2]), bytes(row[3]), *row[4:])
+    return stored
+
+
+def raise_versions(tx: Transaction, stored: Mapping[ProfileKey, Stored], public: Sequence[ProfileKey]) -> None:
+    """A profile that was never public, or was deleted since, starts above every version that was ever deleted."""
+    types = sorted({key[0] for key in public if stored[key].public_version == 0})
+    floors = load(tx, PROFILE_FLOORS, {"profile_type": types}, ("version",)) if types else {}
+    for key in public:
+        row = stored[key]
+        row.public_version = (row.public_version or floors.get((key[0],), (0,))[0]) + 1
+
+
+def save(tx: Transaction, changed: Mapping[ProfileKey, Stored]) -> None:
+    """Save rows that this transaction has loaded for writing; one that was made meanwhile is a lost race."""
+    known = [(key, row) for key, row in sorted(changed.items()) if row.version]
+    fresh = [(key, row) for key, row in sorted(changed.items()) if not row.version]
+    if known:
+        update(tx, PROFILES, _columns(known))
+    if fresh:
+        compare_and_set(tx, PROFILES, {**_columns(fresh), "version": [0] * len(fresh)})
+
+
+def _columns(rows: Sequence[tuple[ProfileKey, Stored]]) -> dict[str, list[Any]]:
+    return {
+        "profile_type": [key[0] for key, _ in rows],
+        "profile_id": [key[1] for key, _ in rows],
+        "public_version": [row.public_version for _, row in rows],
+        "body": [row.body for _, row in rows],
+        "segments": [row.segments for _, row in rows],
+        "segments_version": [row.segments_version for _, row in rows],
+        "held_until_us": [row.held_until_us for _, row in rows],
+        "expires_at": [row.expires_at for _, row in rows],
+    }
+
+
+def publish(tx: Transaction, product: Product, profiles: Mapping[ProfileKey, Stored]) -> None:
+    """Put whole profiles in the outbox, as they are in this transaction."""
+    messages = [
+        Message(
+            key=f"{key[0]}/{key[1]}",
+            version=row.public_version,
+            event_time_us=tx.now_us,
+            schema="profile/1",
+            payload=whole(key, row.body, row.segments, row.public_version),
+        )
+        for key, row in profiles.items()
+    ]
+    outbox.put(tx, product.topics, PROFILES_TOPIC.name, messages)
