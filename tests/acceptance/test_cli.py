@@ -862,8 +862,6 @@ CASES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("topics", "redrive"): ("tally",),
     ("tally", "add"): ("apples",),
     ("tally", "get"): ("apples",),
-    ("profiles", "get"): ("user", "1"),
-    ("profiles", "explain"): ("user", "1"),
     ("profiles", "export"): ("profiles.parquet",),
     ("counters", "show"): (str(EXAMPLE),),
     ("counters", "lint"): (str(EXAMPLE), str(EXAMPLE)),
@@ -876,6 +874,8 @@ ELSEWHERE = {
     ("token", "revoke"),
     ("token", "rotate"),
     ("topics", "discard"),
+    ("profiles", "get"),
+    ("profiles", "explain"),
     ("profiles", "replay"),
 }
 

@@ -44,7 +44,10 @@ class Verdicts(Struct, frozen=True):
 
 class ProfileId(Struct, frozen=True, forbid_unknown_fields=True):
     type: Name
-    id: int | Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]
+    id: (
+        Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**64 - 1})]
+        | Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]
+    )
 
     def __post_init__(self) -> None:
         profile_id_of(self.id, "id")
@@ -57,17 +60,13 @@ class Person(Struct, frozen=True, forbid_unknown_fields=True):
 class ReadBody(Struct, frozen=True, forbid_unknown_fields=True):
     profiles: Annotated[list[Person], Meta(min_length=1, description="the people to read")]
     counters: Annotated[
-        list[int | Name] | None, Meta(description="counters by id or name; all that the client receives, if left out")
+        list[Annotated[int, Meta(ge=1, le=2**31 - 1)] | Name] | None,
+        Meta(description="counters by id or name; all that the client receives, if left out"),
     ] = None
     as_of: Annotated[
         Literal["key", "now"], Meta(description="values as of each key's latest time, or decayed to now")
     ] = "key"
     idf: Annotated[bool, Meta(description="weigh the keys of Idf counters by how rare they are")] = False
-
-    def __post_init__(self) -> None:
-        for index, each in enumerate(self.counters or ()):
-            if isinstance(each, int) and not 0 < each < 2**64:
-                raise ValueError(f"counters[{index}] is not the id of a counter")
 
 
 class HeldPath(Struct, frozen=True):

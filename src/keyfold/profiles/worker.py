@@ -30,6 +30,8 @@ def consumer_name(log: str) -> str:
 
 def consumers(context: Context) -> list[Consumer]:
     product = opened(context)
+    if not product.is_set_up:
+        return []
     logs = [_log_consumer(product, log) for log in product.handlers.logs]
     segments = Consumer(
         name="profiles-segments",
@@ -75,6 +77,8 @@ def apply_events(
 
 def loops(context: Context) -> list[Loop]:
     product = opened(context)
+    if not product.is_set_up:
+        return []
     sweep, weigh = Sweep(context, product), weighing.Weighing(context, product)
     return [
         Loop(name="profiles sweep", step=sweep.step, idle_seconds=5.0, idle_seconds_max=60.0),

@@ -43,7 +43,11 @@ class Product:
                 )
 
     def knows_type(self, profile_type: str) -> bool:
-        return profile_type in self.catalog.profile_types or profile_type == self.settings.segments_type
+        return self.is_set_up and profile_type in (*self.catalog.profile_types, self.settings.segments_type)
+
+    @property
+    def is_set_up(self) -> bool:
+        return bool(self.settings.catalog)
 
     def topic_of(self, log: str) -> str:
         return topic_of(self.settings, log)
@@ -79,6 +83,10 @@ def catalog_of(settings: ProfilesSettings) -> Catalog:
 def topics(settings: Settings) -> list[TopicSpec]:
     """The topics of this set-up: one for each log that a handler reads, the segments', and what changed."""
     own = section(settings)
+    if not own.catalog:
+        if own.handlers:
+            raise SettingsWrong("handlers need a catalog of counters", place="profiles.catalog")
+        return []
     logs = handlers_of.load(own.handlers).logs
     specs = [
         TopicSpec(topic_of(own, log), f"events of the log {log}: {{event_id, profile_id, time, …}}") for log in logs

@@ -7,7 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 from msgspec import Struct
 
-from keyfold.core.errors import BadInput
+from keyfold.core.errors import NotFound
 from keyfold.core.store import Transaction
 from keyfold.core.store.shapes import load
 from keyfold.counters.catalog import Counter, Group, Kind
@@ -280,4 +280,4 @@ def must_be_counters(product: Product, wanted: Collection[int | str]) -> None:
     known = product.catalog
     for index, each in enumerate(wanted):
         if (each not in known.counters) if isinstance(each, int) else (each not in known.by_name):
-            raise BadInput(f"there is no counter {each}", place=f"counters[{index}]")
+            raise NotFound(f"there is no counter {each}", place=f"counters[{index}]")
