@@ -51,6 +51,12 @@ def published(profiles: Profiles) -> list[Profile]:
     return [Profile.FromString(record.message.payload) for record in records]
 
 
+def swept(sweep: Sweep) -> None:
+    """Step until nothing is left."""
+    while sweep.step():
+        pass
+
+
 # Events, each once ---------------------------------------------------------------------------------------------------
 
 
@@ -70,19 +76,19 @@ def test_an_event_older_than_the_window_is_late_and_a_mark_outlives_its_event_s_
     with opened(store_url, event_days=7) as profiles:
         sweep = Sweep(profiles.context, profiles.product)
         assert profiles.statuses(event("old", 1, [OFFER, 1], time=NOW - 7 * DAY)) == ["counted"]
-        sweep.step()
+        swept(sweep)
         edge = (NOW // DAY - 7) * DAY
         assert profiles.statuses(event("edge", 1, [OFFER, 1], time=edge)) == ["counted"]
         assert profiles.statuses(event("older", 1, [OFFER, 1], time=edge - 1)) == ["late"]
         profiles.clock.advance(DAY)
-        sweep.step()
+        swept(sweep)
         assert profiles.statuses(event("edge", 1, [OFFER, 1], time=edge)) == ["late"], "never counted a second time"
         assert rows_of(profiles, EVENT_MARKS) == 2, "marks are kept a day longer than events are taken"
         profiles.clock.advance(DAY)
-        sweep.step()
+        swept(sweep)
         assert rows_of(profiles, EVENT_MARKS) == 0
         profiles.clock.advance(-3 * DAY)
-        sweep.step()
+        swept(sweep)
         assert profiles.statuses(event("edge", 1, [OFFER, 1], time=edge)) == ["late"], (
             "a clock that jumps back opens nothing"
         )
@@ -254,7 +260,7 @@ def test_held_back_data_is_deleted_after_its_period_and_has_no_effect_from_that_
     profiles.clock.advance(1)
     profiles.count(event("4", 2, [OFFER, 5, 1, B]))
     assert profiles.values(2) == {}, "not swept, and yet not there"
-    Sweep(profiles.context, profiles.product).step()
+    swept(Sweep(profiles.context, profiles.product))
     assert rows_of(profiles, HELD_UPDATES) == 1
     assert profiles.context.store.read(lambda tx: explain(tx, profiles.product, ("user", "2")))[0].event_id == "4"
 
@@ -507,7 +513,7 @@ def test_a_profile_that_expired_whole_is_deleted_and_comes_back_above_its_versio
     profiles.clock.advance(60 * DAY)
     profiles.count(event("4", 2, [OFFER, 6], time=NOW + 60 * DAY))
     profiles.clock.advance(1)
-    Sweep(profiles.context, profiles.product).step()
+    swept(Sweep(profiles.context, profiles.product))
     assert rows_of(profiles, PROFILES) == 1
     assert profiles.values(2) == {6: 1.0}
     profiles.count(event("5", 1, [OFFER, 7], time=NOW + 60 * DAY))
@@ -518,7 +524,7 @@ def test_a_profile_that_expired_whole_is_deleted_and_comes_back_above_its_versio
 @pytest.mark.spec("CNT-07")
 def test_a_profile_that_waits_for_a_second_source_is_not_swept(profiles: Profiles) -> None:
     profiles.count(event("1", 1, [OFFER, 5, 1, A]))
-    Sweep(profiles.context, profiles.product).step()
+    swept(Sweep(profiles.context, profiles.product))
     profiles.count(event("2", 1, [OFFER, 5, 1, B]))
     assert profiles.values(1) == {5: 2.0}
     step = profiles.context.store.transact(lambda tx: sweeping.delete_expired(tx, profiles.product, ("", ""), 1))

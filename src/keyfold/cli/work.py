@@ -9,6 +9,7 @@ import typer
 from keyfold.cli.run import safe
 from keyfold.cli.session import session_of
 from keyfold.cli.signals import stop_on_signals
+from keyfold.core import memory
 from keyfold.core.answer import Answer
 from keyfold.core.errors import Unavailable
 from keyfold.core.loops import Runner, run_until_idle
@@ -35,6 +36,7 @@ def work(
     context = session_of(ctx).product()
     names = [part.name for part in chosen(context, parts or [])]
     made = loops(context, parts or [])
+    memory.settle()
     if until_idle:
         run_until_idle(made)
         yield Answer(data={"event": "idle", "parts": names}, lines=["Nothing is left to do."])

@@ -312,7 +312,7 @@ def _column(counter: Counter, row: Row) -> dict[int, Number]:
     column = dict(zip(row.keys, row.values, strict=True))
     if len(column) != len(row.keys):
         raise KeyTwice(f"a key stands twice in the pack of counter {counter.id}")
-    if counter.decay and not all(map(math.isfinite, column.values())):
+    if counter.kind in (Kind.FLOAT, Kind.DOUBLE) and not all(map(math.isfinite, column.values())):
         raise ValueNotFinite(f"counter {counter.id} holds a value that is not finite")
     return column
 

@@ -18,7 +18,7 @@ from granian.constants import HTTPModes, Interfaces
 from granian.http import HTTP1Settings
 from granian.server.embed import Server
 
-from keyfold.core import access
+from keyfold.core import access, memory
 from keyfold.core.context import Context
 from keyfold.core.errors import SettingsWrong
 from keyfold.core.gather import Gatherer
@@ -73,6 +73,7 @@ class Serving:
         with _signals(self._signalled):
             serving = asyncio.create_task(server.serve())
             await _answers(url, serving)
+            memory.settle()
             self._runner.start()
             self._ready(f"Keyfold listens on {url}")
             stopped = asyncio.create_task(self._stop.wait())

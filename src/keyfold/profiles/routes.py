@@ -15,6 +15,7 @@ from keyfold.profiles.handlers import Event
 from keyfold.profiles.model import ProfileKey, Verdict, event_of, profile_id_of
 from keyfold.profiles.service.counting import count_events
 from keyfold.profiles.service.explaining import Explained, explain
+from keyfold.profiles.service.folding import warm
 from keyfold.profiles.service.product import Product, opened
 from keyfold.profiles.service.reading import View, must_be_counters, read_profiles, view_of
 from keyfold.profiles.settings import ClientView
@@ -82,6 +83,7 @@ class HeldBack(Struct, frozen=True):
 
 def routes(context: Context) -> list[Route]:
     product = opened(context)
+    warm(product)
     counting, reading = _counting(context, product), _reading(context, product)
 
     def held(ask: Ask) -> Outcome:

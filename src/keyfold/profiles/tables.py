@@ -48,7 +48,6 @@ EVENT_MARKS = table(
     distribute_by="event_id",
     with_rowid=False,
 )
-sa.Index("event_marks_time", EVENT_MARKS.c.log, EVENT_MARKS.c.time)
 
 # Events older than the watermark of their log are late; it only grows, and marks are deleted a day behind it.
 EVENT_WATERMARKS = table(

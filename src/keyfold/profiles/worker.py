@@ -17,6 +17,7 @@ from keyfold.profiles.handlers import Event
 from keyfold.profiles.model import ProfileKey, event_of
 from keyfold.profiles.service import sweeping, weighing
 from keyfold.profiles.service.counting import count_events
+from keyfold.profiles.service.folding import warm
 from keyfold.profiles.service.product import Product, opened
 from keyfold.profiles.service.segments import apply_segments
 
@@ -32,6 +33,7 @@ def consumers(context: Context) -> list[Consumer]:
     product = opened(context)
     if not product.is_set_up:
         return []
+    warm(product)
     logs = [_log_consumer(product, log) for log in product.handlers.logs]
     segments = Consumer(
         name="profiles-segments",
@@ -95,15 +97,32 @@ class Sweep:
         self._rows_max = context.limits.purge_rows_max
         self._after: ProfileKey = ("", "")
         self._rested_at_us = -(2**62)
+        # Where the walk over the marks of a log is; it begins anew whenever the watermark has moved.
+        self._marks: dict[str, str] = dict.fromkeys(product.handlers.logs, "")
 
     def step(self) -> bool:
         product, rows_max = self._product, self._rows_max
-        self._store.transact(lambda tx: sweeping.move_watermarks(tx, product), name="watermarks")
-        removed = [
-            self._store.transact(lambda tx: sweeping.delete_unconfirmed(tx, product, rows_max), name="unconfirmed"),
-            self._store.transact(lambda tx: sweeping.purge_marks(tx, product, rows_max), name="purge marks"),
-        ]
-        return self._walked() or max(removed) >= rows_max
+        moved = self._store.transact(lambda tx: sweeping.move_watermarks(tx, product), name="watermarks")
+        self._marks |= dict.fromkeys(moved, "")
+        deleted = self._store.transact(
+            lambda tx: sweeping.delete_unconfirmed(tx, product, rows_max), name="unconfirmed"
+        )
+        more = [self._purged(), self._walked(), deleted >= rows_max]
+        return any(more)
+
+    def _purged(self) -> bool:
+        """Look at the next marks of one log that has some to look at; whether there are more."""
+        if not self._marks:
+            return False
+        log, after = next(iter(self._marks.items()))
+        reached = self._store.transact(
+            lambda tx: sweeping.purge_marks(tx, log, after, self._rows_max), name="purge marks"
+        )
+        if reached is None:
+            del self._marks[log]
+        else:
+            self._marks[log] = reached
+        return bool(self._marks)
 
     def _walked(self) -> bool:
         """Look at the next profiles of a walk over all; whether it goes on."""

@@ -19,6 +19,7 @@ from keyfold.counters.errors import (
     PackWrong,
     RowLengthWrong,
     RowsMissing,
+    ValueNotFinite,
 )
 from keyfold.counters.messages_pb2 import CounterPack, Profile, ValueType
 from keyfold.counters.packs import as_legacy
@@ -47,6 +48,8 @@ def spoiled(how: str) -> bytes:
             profile.packed_counters.append(pack)
         case "a key twice":
             pack.keys[1] = pack.keys[0]
+        case "not a number":
+            profile.packed_counters[1].values[0].double_values.value[0] = float("nan")
         case "cut off":
             return BODY[:-3]
     return profile.SerializeToString()
@@ -64,12 +67,13 @@ def spoiled(how: str) -> bytes:
         ("another kind", KindWrong),
         ("a counter twice", CounterTwice),
         ("a key twice", KeyTwice),
+        ("not a number", ValueNotFinite),
         ("cut off", BodyUnreadable),
     ],
 )
 def test_each_broken_invariant_has_its_own_error(how: str, error: type[PackWrong]) -> None:
     with pytest.raises(error):
-        MutableCounters(CATALOG, spoiled(how), NOW)
+        MutableCounters(CATALOG, spoiled(how), NOW).cleanup()
 
 
 @pytest.mark.spec("CNT-09")

@@ -101,7 +101,9 @@ def source(tx: Transaction, table: sa.Table, columns: Columns) -> tuple[str, Any
     if tx.is_sqlite:
         return _json_source(table, names), (_as_json(table, names, values),)
     if tx.engine.unnest:
-        return _array_source(table, names), tuple(list(column) for column in values)
+        return _array_source(table, names), tuple(
+            _array_text(table.c[name].type, column) for name, column in zip(names, values, strict=True)
+        )
     row = "(" + ", ".join(f"%s::{_postgres_type(table, name)}" for name in names) + ")"
     count = len(values[0])
     return "VALUES " + ", ".join([row] * count), tuple(value for each in zip(*values, strict=True) for value in each)
@@ -153,6 +155,19 @@ def _json_item(value: Any, index: int, kind: sa.types.TypeEngine[Any]) -> Any:
 
 def _plain(kind: sa.types.TypeEngine[Any]) -> sa.types.TypeEngine[Any]:
     return sa.BigInteger() if isinstance(kind, UInt64) else kind
+
+
+def _array_text(kind: sa.types.TypeEngine[Any], values: Sequence[Any]) -> str:
+    """An array as PostgreSQL reads it: half the cost of what the driver makes of a list, item by item."""
+    if isinstance(kind, sa.Text):
+        items = [
+            "NULL" if value is None else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"' for value in values
+        ]
+    elif isinstance(kind, sa.LargeBinary):
+        items = ["NULL" if value is None else f'"\\\\x{value.hex()}"' for value in values]
+    else:
+        items = ["NULL" if value is None else str(value) for value in values]
+    return "{" + ",".join(items) + "}"
 
 
 @cache

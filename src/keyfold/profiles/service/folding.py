@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from msgspec import Struct
 
-from keyfold.core.errors import KeyfoldError
+from keyfold.core.errors import KeyfoldError, SettingsWrong
 from keyfold.counters.bulk import Folded, Updates, fold
 from keyfold.counters.catalog import Kind
 from keyfold.counters.errors import UpdateRefused
@@ -84,6 +84,21 @@ class Batch:
             future_seconds_max=product.settings.future_seconds_max,
             kernel=product.settings.kernel,
         )
+
+
+def warm(product: Product) -> None:
+    """Fold something, so that no transaction waits for the kernel: the first time ever, it is compiled for seconds."""
+    counter = next((each for each in product.catalog.counters.values() if not each.no_operation), None)
+    if counter is None:
+        return
+    batch = Batch([("", "")])
+    batch.add_rows([Row(("", ""), counter, 1, 1, 1, 0, "", "", 0)])
+    try:
+        batch.folded(product, [b""], 1)
+    except ImportError:
+        raise SettingsWrong(
+            "Numba is not installed", place="profiles.kernel", hint="pip install 'keyfold[kernels]', or set it to auto"
+        ) from None
 
 
 def planned(

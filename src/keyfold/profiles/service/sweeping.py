@@ -32,28 +32,36 @@ def delete_unconfirmed(tx: Transaction, product: Product, rows_max: int) -> int:
     return removed
 
 
-def move_watermarks(tx: Transaction, product: Product) -> None:
-    """Events of a day that lies `event_days` back are late from now on. A watermark never moves back."""
+def move_watermarks(tx: Transaction, product: Product) -> list[str]:
+    """Events of a day that lies `event_days` back are late from now on. A watermark never moves back.
+
+    Returns the logs whose watermark moved.
+    """
     logs = product.handlers.logs
     edge = (tx.now_us // 1_000_000 // DAY_SECONDS - product.settings.event_days) * DAY_SECONDS
     stands = load(tx, EVENT_WATERMARKS, {"log": logs}, ("time",))
     behind = [log for log in logs if stands.get((log,), (0,))[0] < edge]
     if behind:
         increment(tx, EVENT_WATERMARKS, {"log": behind, "time": [edge] * len(behind)}, greatest=["time"])
+    return behind
 
 
-def purge_marks(tx: Transaction, product: Product, rows_max: int) -> int:
-    """Delete marks a whole day behind the watermark: every transaction that saw an older one has long ended."""
-    removed = 0
-    stands = load(tx, EVENT_WATERMARKS, {"log": product.handlers.logs}, ("time",))
-    for (log,), (time,) in stands.items():
-        here = EVENT_MARKS.c.log == log
-        before = time - DAY_SECONDS
-        edge = sa.select(EVENT_MARKS.c.time).where(here, EVENT_MARKS.c.time < before)
-        newest = tx.execute(edge.order_by(EVENT_MARKS.c.time).limit(1).offset(rows_max - 1)).scalar()
-        until = before if newest is None else newest + 1
-        removed = max(removed, tx.execute(sa.delete(EVENT_MARKS).where(here, EVENT_MARKS.c.time < until)).rowcount)
-    return removed
+def purge_marks(tx: Transaction, log: str, after: str, rows_max: int) -> str | None:
+    """Look at the next marks of a log, and delete those a whole day behind its watermark; returns where to go on.
+
+    Every transaction that saw an older watermark has long ended. There is no index of times: it would cost every
+    event more than its mark does, and a walk a day does the same.
+    """
+    ((watermark,),) = load(tx, EVENT_WATERMARKS, {"log": [log]}, ("time",)).values() or [(0,)]
+    page = tx.execute(
+        sa.select(EVENT_MARKS.c.event_id, EVENT_MARKS.c.time)
+        .where(EVENT_MARKS.c.log == log, EVENT_MARKS.c.event_id > after)
+        .order_by(EVENT_MARKS.c.event_id)
+        .limit(rows_max)
+    ).all()
+    old = [row.event_id for row in page if row.time < watermark - DAY_SECONDS]
+    delete(tx, EVENT_MARKS, {"log": [log] * len(old), "event_id": old})
+    return page[-1].event_id if len(page) == rows_max else None
 
 
 class Step(Struct, frozen=True):

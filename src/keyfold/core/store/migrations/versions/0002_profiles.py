@@ -50,7 +50,6 @@ def upgrade() -> None:
         sqlite_strict=True,
         sqlite_with_rowid=False,
     )
-    op.create_index("event_marks_time", "event_marks", ["log", "time"])
     op.create_table(
         "event_watermarks",
         sa.Column("log", Text, primary_key=True),

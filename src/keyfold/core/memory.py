@@ -1,0 +1,14 @@
+"""How a long-running process treats its garbage."""
+
+import gc
+
+
+def settle() -> None:
+    """Leave out of every collection what was made by the start, and collect a batch rather than its pieces.
+
+    A batch makes tens of thousands of objects that die together when it ends; by default the collector would look
+    at the living after every seven hundred. In a server under load it took a fifth to a half of the time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
