@@ -7,12 +7,11 @@ store, and moves the one clock. The same seed gives the same run; `Violated` say
 
 import contextlib
 import random
-import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, cast
 
 import greenlet
 import msgspec
@@ -25,9 +24,8 @@ from keyfold.core.errors import Conflict, DataRefused, KeyfoldError, TicketRefus
 from keyfold.core.gather import Ask, Operation, Outcome, answers_once
 from keyfold.core.leases.lease import Lease
 from keyfold.core.leases.sql import SqlLeases
-from keyfold.core.store import Store, Transaction
-from keyfold.core.topics.registry import Topics
-from keyfold.core.topics.topic import Bounds, Message, Pending, Record, Sink, Source
+from keyfold.core.store import Transaction
+from keyfold.core.topics.topic import Message, Record
 from keyfold.core.workers import consumer_named
 from keyfold.tally import service
 from keyfold.tally.model import Addition
@@ -36,164 +34,28 @@ from keyfold.tally.service import CHANGES, EVENTS
 from tests.faults import ledger
 from tests.faults.ledger import CONSUMER, Entry, Ledger, Place
 from tests.faults.scenario import LEASE_SECONDS, PARTITIONS, Worker, settings
+from tests.faults.stage import OutsideTopic, SimulatedTopics, Stage, patched
 
-T = TypeVar("T")
-
-STEPS = 400
-LOOK_EVERY_STEPS = 80
-TRACE_SHOWN = 30
 BATCH_MAX = 3  # of relay and consumer, so that partitions take several steps
-
-# How often somebody is stopped before and after what is not the heart of the matter; all else always.
-OFTEN = {"read": 0.4, "join job": 0.1, "clear members": 0.1, "acquire leases": 0.4, "renew leases": 0.4}
 
 # Who works for the tally itself; all others work for the ground.
 OF_THE_TALLY = ("tally", "asker")
 
 
-class Violated(AssertionError):
-    """A law was broken in a simulated run."""
-
-    def __init__(self, seed: int, broken: Sequence[str], trace: Sequence[str]) -> None:
-        shown = "\n  ".join(trace[-TRACE_SHOWN:])
-        super().__init__(
-            f"seed {seed}: {'; '.join(broken[:5])}\n"
-            f"again: KEYFOLD_FAULTS_SEED={seed} pytest tests/faults/test_simulator.py\nthe last steps:\n  {shown}"
-        )
-        self.broken = list(broken)
-
-
-class Killed(BaseException):
-    """Thrown into whoever dies, where it stands: nothing of ours catches it."""
-
-
-class SteppedStore(Store):
-    """A store whose users are stopped before and after everything they do with it."""
-
-    pause: Callable[[str, float], None]
-    on_commit: Callable[[str, Transaction, object], None]
-
-    def transact(self, work: Callable[[Transaction], T], *, name: str = "work", once: bool = False) -> T:
-        self.pause(f"before {name}", OFTEN.get(name, 1.0))
-        ran: list[Transaction] = []
-
-        def watched(tx: Transaction) -> T:
-            ran[:] = [tx]
-            return work(tx)
-
-        result = super().transact(watched, name=name, once=once)
-        self.on_commit(name, ran[0], result)
-        self.pause(f"after {name}", OFTEN.get(name, 1.0))
-        return result
-
-    def read(self, work: Callable[[Transaction], T]) -> T:
-        result = super().read(work)
-        self.pause("after a read", OFTEN["read"])
-        return result
-
-
-class OutsideTopic:
-    """A topic outside the store, as the relay and a consumer see a broker; it may lose acknowledgements."""
-
-    def __init__(self, name: str, simulation: "Simulation") -> None:
-        self.name = name
-        self.partitions = PARTITIONS
-        self.logs: dict[int, list[Message]] = {partition: [] for partition in range(PARTITIONS)}
-        self._simulation = simulation
-
-    def identity(self) -> str:
-        return f"outside/{self.name}"
-
-    def publish(self, partition: int, pending: Sequence[Pending]) -> list[int]:
-        """Take a first few of the messages, and acknowledge a first few of those."""
-        self._simulation.pause(f"before sending to {self.name}")
-        log, chance = self.logs[partition], self._simulation.chance
-        taken, acknowledged = len(pending), len(pending)
-        if self._simulation.faulty and chance.random() < 0.3:
-            taken = chance.randint(0, len(pending))
-            acknowledged = chance.randint(0, taken)
-        positions = []
-        for each in pending[:taken]:
-            positions.append(len(log))
-            log.append(each.message)
-        if acknowledged < taken:
-            self._simulation.struck["acknowledgement lost", "ground" if self.name == EVENTS.name else "tally"] += 1
-        self._simulation.pause(f"after sending to {self.name}")
-        return positions[:acknowledged]
-
-    def bounds(self, partition: int) -> Bounds:
-        return Bounds(0, len(self.logs[partition]))
-
-    def fetch(self, partition: int, position: int, count_max: int, wait_seconds: float) -> list[Record]:
-        log = self.logs[partition][position : position + count_max]
-        self._simulation.pause(f"after reading {self.name}")
-        return [Record(partition, position + index, message) for index, message in enumerate(log)]
-
-    def position_at(self, partition: int, time_us: int) -> int:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Nothing is held between calls."""
-
-    def entries(self) -> dict[int, list[Entry]]:
-        return {
-            partition: [Entry(each.key, each.version, each.payload) for each in log]
-            for partition, log in self.logs.items()
-        }
-
-
-class SimulatedTopics(Topics):
-    """Topics in the store, or outside it."""
-
-    outside: dict[str, OutsideTopic]
-
-    def source(self, name: str) -> Source:
-        return self.outside.get(name) or super().source(name)
-
-    def sink(self, name: str) -> Sink | None:
-        return self.outside.get(name)
-
-
-class Actor:
-    """Somebody at work: runs until the next pause, sleeps, dies."""
-
-    def __init__(self, kind: str, name: str, body: Callable[[], None]) -> None:
-        self.kind = kind
-        self.name = name
-        self.asleep_until_step = 0
-        self.greenlet = greenlet.greenlet(body)
-
-    @property
-    def part(self) -> str:
-        return "tally" if self.kind in OF_THE_TALLY else "ground"
-
-
-class Simulation:
-    """One seeded run on a fresh copy of a store."""
+class Simulation(Stage):
+    """Events and tallies: producers, relays, consumers, requests, an operator."""
 
     def __init__(self, seed: int, template: Path, directory: Path) -> None:
-        self.seed = seed
-        self.chance = random.Random(seed)
-        self.faulty = True
-        self.struck: Counter[tuple[str, str]] = Counter()
-        self.trace: list[str] = []
-        self._clock = ManualClock()
-        self._hub = greenlet.getcurrent()
-        self._file = directory / f"{seed}.db"
-        shutil.copyfile(template, self._file)
-        self._settings = settings(f"sqlite:///{self._file}")
+        super().__init__(seed, template, directory, settings, ManualClock())
         self._limits = msgspec.structs.replace(
             self._settings.limits, relay_batch_max=BATCH_MAX, consumer_batch_max=BATCH_MAX
         )
-        self._store = SteppedStore.open(self._settings.store.url, clock=self._clock)
-        self._store.pause = self.pause
-        self._store.on_commit = self._committed
         self._outside: dict[str, OutsideTopic] = {}
         if self.chance.random() < 0.5:
-            self._outside = {topic.name: OutsideTopic(topic.name, self) for topic in (EVENTS, CHANGES)}
-        self._actors: list[Actor] = []
-        self._step = 0
-        self._names = 0
+            self._outside = {
+                EVENTS.name: OutsideTopic(EVENTS.name, "ground", self),
+                CHANGES.name: OutsideTopic(CHANGES.name, "tally", self),
+            }
         # What was asked for, what was acknowledged, and how far things ever came.
         self._batches = _scripts(self.chance)
         self._acknowledged: set[tuple[str, int]] = set()
@@ -212,32 +74,11 @@ class Simulation:
 
     # The run ----------------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Let the seed have its way, then run dry without faults; raises Violated where a law is broken."""
-        try:
-            with self._spies():
-                for kind in ("producer0", "producer1", "asker", "operator", *2 * ("events", "tally", "changes")):
-                    self._start(kind)
-                for self._step in range(STEPS):
-                    self._one_step()
-                    if self._step % LOOK_EVERY_STEPS == 0:
-                        self._look()
-                self._look()
-                self._run_dry()
-                self._look(at_the_end=True)
-        except Exception as error:
-            if isinstance(error, Violated):
-                raise
-            raise Violated(self.seed, [f"{type(error).__name__}: {error}"], self.trace) from error
-        finally:
-            self._store.close()
-            for file in self._file.parent.glob(f"{self._file.name}*"):
-                file.unlink()
+    def _kinds(self) -> Sequence[str]:
+        return ("producer0", "producer1", "asker", "operator", *2 * ("events", "tally", "changes"))
 
-    def pause(self, where: str, often: float = 1.0) -> None:
-        """Give the turn back, where the caller is an actor."""
-        if greenlet.getcurrent() is not self._hub and self.chance.random() < often:
-            self._hub.switch(where)
+    def _part_of(self, kind: str) -> str:
+        return "tally" if kind in OF_THE_TALLY else "ground"
 
     def _one_step(self) -> None:
         draw = self.chance.random()
@@ -249,30 +90,8 @@ class Simulation:
             self._clock.advance(self.chance.choice((0.1, 1, LEASE_SECONDS / 2)))
         elif draw < 0.08:
             self._rewind()
-        elif awake := [actor for actor in self._actors if actor.asleep_until_step <= self._step]:
-            self._turn(self.chance.choice(awake))
-
-    def _turn(self, actor: Actor) -> None:
-        where = actor.greenlet.switch()
-        self.trace.append(f"{self._step} {actor.name}: {where}")
-        if actor.greenlet.dead:
-            self._actors.remove(actor)
-
-    def _crash(self, actor: Actor) -> None:
-        """Kill, and start another in its place."""
-        self._actors.remove(actor)
-        if actor.greenlet:  # begun, and not at its end
-            with contextlib.suppress(Killed):
-                actor.greenlet.throw(Killed)
-            self.struck["crash between two steps", actor.part] += 1
-        self.trace.append(f"{self._step} {actor.name} dies")
-        self._start(actor.kind)
-
-    def _sleep(self, actor: Actor) -> None:
-        """Stop somebody for longer than any lease lasts, while the others go on."""
-        actor.asleep_until_step = self._step + self.chance.randint(10, 60)
-        self._clock.advance(LEASE_SECONDS * 1.1)
-        self.trace.append(f"{self._step} {actor.name} falls asleep")
+        else:
+            self._anybodys_turn()
 
     def _rewind(self) -> None:
         """An operator has everything delivered again from some earlier position."""
@@ -291,13 +110,7 @@ class Simulation:
             self.trace.append(f"{self._step} set back {shard} from {positions[shard]} to {start.position}")
 
     def _run_dry(self) -> None:
-        """Everybody dies; one worker comes when all leases have passed, and finishes without faults."""
-        self.faulty = False
-        for actor in self._actors:
-            if actor.greenlet:
-                with contextlib.suppress(Killed):
-                    actor.greenlet.throw(Killed)
-        self._clock.advance(10 * LEASE_SECONDS)
+        self._kill_all()
         for script in self._batches:
             while script.left:
                 self._put(script)
@@ -316,17 +129,14 @@ class Simulation:
 
     # The actors -------------------------------------------------------------------------------------------------------
 
-    def _start(self, kind: str) -> None:
-        self._names += 1
-        name = f"{kind}-{self._names}"
+    def _body(self, kind: str, name: str) -> Callable[[], None]:
         bodies: dict[str, Callable[[], None]] = {
             "producer0": lambda: self._produce(self._batches[0]),
             "producer1": lambda: self._produce(self._batches[1]),
             "asker": self._keep_asking,
             "operator": self._operate,
         }
-        body = bodies.get(kind) or (lambda: self._keep_stepping(kind, name))
-        self._actors.append(Actor(kind, name, body))
+        return bodies.get(kind) or (lambda: self._keep_stepping(kind, name))
 
     def _keep_stepping(self, kind: str, name: str) -> None:
         worker = Worker(self._context(), name)
@@ -432,7 +242,7 @@ class Simulation:
         if at_the_end:
             broken += ledger.broken_at_the_end(found, self._expected(), discarded=self._discarded)
         if broken:
-            raise Violated(self.seed, broken, self.trace)
+            raise self._violated(broken)
 
     def _added(self, found: Ledger, at_the_end: bool) -> dict[str, int]:
         """The sums of the requests that are in: those answered, and one whose answer may still be on its way."""
@@ -493,14 +303,8 @@ class Simulation:
             (relay, "time", time),
             (consumer, "time", time),
         ]
-        before = [(place, name, getattr(place, name)) for place, name, _ in patches]
-        try:
-            for place, name, instead in patches:
-                setattr(place, name, instead)
+        with patched(patches):
             yield
-        finally:
-            for place, name, original in before:
-                setattr(place, name, original)
 
     def _committed(self, name: str, tx: Transaction, result: object) -> None:
         """N3: a lease in force is not taken, tickets grow, and so do those shown at a guard row and accepted."""

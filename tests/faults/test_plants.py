@@ -18,7 +18,8 @@ from tests.faults.matrix import Hit
 from tests.faults.nursery import Desk, Nursery
 from tests.faults.pgproxy import Cut
 from tests.faults.plants import PLANTS, Plant
-from tests.faults.simulator import Violated, simulate
+from tests.faults.simulator import simulate
+from tests.faults.stage import Violated
 from tests.servers.postgres import PostgresServer
 
 pytestmark = pytest.mark.timeout(TIMEOUT_SECONDS)

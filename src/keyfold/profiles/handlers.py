@@ -79,11 +79,12 @@ class Updates:
     What cannot be kept is refused here, with the whole event: an event counts whole or not at all.
     """
 
-    __slots__ = ("_writable", "rows")
+    __slots__ = ("_writable", "is_owned", "rows")
 
     def __init__(self, writable: Writable) -> None:
         self._writable = writable
         self.rows: list[Update] = []
+        self.is_owned = False
 
     def one(self, counter: int | str, key: int, value: Number = 1, owner: str | int | None = None) -> None:
         """One key."""
@@ -116,6 +117,7 @@ class Updates:
 
     def _owner(self, counter: Counter, owner: str | int) -> int:
         """An owner that is empty is a mistake, not the lack of one: its data would be public."""
+        self.is_owned = True
         if counter.id not in self._writable.delayed:
             raise UpdateRefused(
                 f"{counter.name} has no MaxDelayedRecords, so it cannot take data that is owned",

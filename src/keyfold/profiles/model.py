@@ -37,10 +37,7 @@ class Ready(Struct, frozen=True, gc=False):
     time: int
     changes: list[tuple[ProfileKey, list[Update]]]
     fields: Mapping[str, Any]
-
-    @property
-    def is_owned(self) -> bool:
-        return any(owner for _, updates in self.changes for _, _, _, owner in updates)
+    is_owned: bool
 
 
 class Row(Struct, frozen=True, gc=False):
@@ -103,7 +100,7 @@ def ready(
     """Let the handlers of a log read an event; what they ask for is checked, so that it counts whole or not at all."""
     must_be_time(event.time, now, future_seconds_max)
     changes: list[tuple[ProfileKey, list[Update]]] = []
-    count = 0
+    count, is_owned = 0, False
     for each, writable in writing:
         updates = Updates(writable)
         try:
@@ -118,9 +115,10 @@ def ready(
         profile = (each.profile_type, profile_id_of(event.fields.get(each.id_field), each.id_field))
         changes.append((profile, updates.rows))
         count += len(updates.rows)
+        is_owned |= updates.is_owned
     if count > UPDATES_MAX:
         raise UpdateRefused(f"the event makes {count} updates, {UPDATES_MAX} are allowed")
-    return Ready(log, event.id, event.time, changes, event.fields)
+    return Ready(log, event.id, event.time, changes, event.fields, is_owned)
 
 
 def rows_of(event: Ready) -> Iterator[Row]:

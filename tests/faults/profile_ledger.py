@@ -1,0 +1,287 @@
+"""What profiles must be after a fault: the accepted events, folded and held back by hand and slowly.
+
+A `Book` is told of every commit, in order: which events were given, and what was said of each. It folds what was
+counted with the slow reference of the counters, holds owned updates back by the words of docs/profiles.md, and
+compares a store with that. Each broken law is a sentence that begins with the name of its invariant.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from keyfold.core.store import Store, Transaction
+from keyfold.core.tables import MESSAGES
+from keyfold.counters.catalog import Catalog, Kind
+from keyfold.counters.keys import owner_of
+from keyfold.counters.messages_pb2 import Profile
+from keyfold.profiles.service.product import PROFILES_TOPIC, Product
+from keyfold.profiles.service.reading import Read, read_profiles, view_of
+from keyfold.profiles.tables import EVENT_MARKS, EVENT_WATERMARKS, HELD_UPDATES, PROFILES
+from tests.profiles import DAY, OFFER_TIME, UNRESTRICTED
+from tests.unit.counters.reference import Reference
+
+LOG = "order"
+TYPE = "user"
+# The bound of CNT-05 for one commit: a float is rounded once when it is stored.
+ROUNDING = 2.0**-24
+
+Fields = Mapping[str, Any]
+Place = tuple[str, int]  # profile id, key; every owned update is of the one group that may hold some back
+
+
+class Waiting(NamedTuple):
+    """An owned update that nobody has confirmed."""
+
+    counter: int
+    value: float
+    time: int
+    owner: str
+    event_id: str
+    number: int
+    committed_at_us: int
+
+
+class Message(NamedTuple):
+    """A profile as it was published."""
+
+    version: int
+    payload: bytes
+
+
+class Found:
+    """What a store holds of profiles at one moment, and what its readers are given."""
+
+    def __init__(self, tx: Transaction, product: Product, ids: Iterable[str]) -> None:
+        self.now_us = tx.now_us
+        self.marks = {row.event_id: row.time for row in tx.execute(sa.select(EVENT_MARKS))}
+        self.watermark = max((row.time for row in tx.execute(sa.select(EVENT_WATERMARKS)) if row.log == LOG), default=0)
+        self.held = list(tx.execute(sa.select(HELD_UPDATES)))
+        self.rows = {row.profile_id: row for row in tx.execute(sa.select(PROFILES))}
+        self.messages: dict[str, list[Message]] = defaultdict(list)
+        published = sa.select(MESSAGES).where(MESSAGES.c.topic == PROFILES_TOPIC.name).order_by(MESSAGES.c.id)
+        for row in tx.execute(published):
+            self.messages[row.key.removeprefix(f"{TYPE}/")].append(Message(row.version, bytes(row.payload)))
+        self.ids = sorted({*ids, *self.rows, *self.messages, *(row.profile_id for row in self.held)})
+        view = view_of(product, UNRESTRICTED, None)
+        read = read_profiles(tx, product, [([(TYPE, each)], view) for each in self.ids])
+        self.read = dict(zip(self.ids, read, strict=True))
+
+    def counts(self) -> list[int]:
+        """How far the work has come, in numbers that only grow while no sweep runs."""
+        return [len(self.marks), sum(row.public_version for row in self.rows.values())]
+
+
+class Book:
+    """Every event that was accepted, in the order of the commits, and what follows from them."""
+
+    def __init__(self, product: Product) -> None:
+        self._product = product
+        self._catalog: Catalog = product.catalog
+        self._profiles: dict[str, Reference] = {}
+        self._waiting: dict[Place, list[Waiting]] = defaultdict(list)
+        self._changes: Counter[str] = Counter()
+        self._watermark = 0
+        self.counted: dict[str, Fields] = {}
+        self.broken: list[str] = []
+
+    # What happens -----------------------------------------------------------------------------------------------------
+
+    def commit(self, now_us: int, given: Sequence[tuple[Fields, str]]) -> None:
+        """A transaction has committed in which these events were given, with what was said of each."""
+        fresh = []
+        for fields, status in given:
+            self._judge(fields, status, now_us)
+            if status == "counted":
+                self.counted.setdefault(fields["event_id"], fields)
+                fresh.append(fields)
+        self._fold(fresh, now_us)
+
+    def move_watermark(self, now_us: int) -> None:
+        self._watermark = max(self._watermark, _edge(now_us, self._product.settings.event_days))
+
+    def sweep(self, now_us: int) -> None:
+        """What nobody confirmed in time is gone for good, whatever the clock says later."""
+        for place, waiting in self._waiting.items():
+            self._waiting[place] = self._alive(waiting, now_us)
+
+    def may_be_refused(self, fields: Fields, now_us: int) -> bool:
+        """Only what cannot be kept: a sum of more than 64 bits, a time too far ahead."""
+        too_far = fields["time"] > now_us // 1_000_000 + self._product.settings.future_seconds_max
+        return too_far or any(value >= 2**63 for _, _, value, _ in updates_of(fields))
+
+    def _judge(self, fields: Fields, status: str, now_us: int) -> None:
+        known = self.counted.get(fields["event_id"])
+        if fields["time"] < self._watermark:
+            right = "late"
+        elif known is None:
+            right = "counted"
+        else:
+            right = "duplicate" if known == fields else "conflict"
+        if status == "refused" and self.may_be_refused(fields, now_us):
+            return
+        if status != right:
+            self.broken.append(f"X2: {fields['event_id']} is said to be {status}, it is {right}")
+
+    def _fold(self, events: Sequence[Fields], now_us: int) -> None:
+        """Step by step, as if each update came alone; what became public is one batch of its profile."""
+        now = now_us // 1_000_000
+        public: dict[str, list[tuple[int, int, float, int]]] = defaultdict(list)
+        latest: dict[Place, int] = {}
+        for fields in events:
+            profile, time = str(fields["profile_id"]), fields["time"]
+            for number, (counter, key, value, owner) in enumerate(updates_of(fields)):
+                place = (profile, key)
+                if place not in latest and (stands := self._public_time(place, now)) is not None:
+                    latest[place] = stands
+                if owner is None:
+                    public[profile].append((counter, key, value, time))
+                    latest[place] = max(time, latest.get(place, 0))
+                else:
+                    one = Waiting(counter, value, time, owner, fields["event_id"], number, now_us)
+                    self._waiting[place].append(one)
+                for freed in self._freed(place, latest, now_us):
+                    public[profile].append((freed.counter, key, freed.value, freed.time))
+        for profile, updates in public.items():
+            reference = self._profiles.setdefault(profile, Reference(self._catalog, TYPE))
+            self._changes[profile] += reference.commit(updates, now)
+            if reference.refused:
+                self.broken.append(f"C1: {profile} counts {reference.refused}, which leaves 64 bits")
+
+    def _freed(self, place: Place, latest: dict[Place, int], now_us: int) -> list[Waiting]:
+        """Take out what a second source confirms, and what that confirms in turn."""
+        freed: list[Waiting] = []
+        while True:
+            here = self._alive(self._waiting[place], now_us)
+            free = [each for each in here if self._is_confirmed(each, here, latest.get(place))]
+            if not free:
+                return freed
+            freed += free
+            self._waiting[place] = [each for each in self._waiting[place] if each not in free]
+            latest[place] = max([latest.get(place, 0), *(each.time for each in free)])
+
+    def _is_confirmed(self, one: Waiting, here: Sequence[Waiting], public_time: int | None) -> bool:
+        times = [other.time for other in here if other.owner != one.owner]
+        times += [] if public_time is None else [public_time]
+        return any(abs(time - one.time) < self._product.settings.merge_seconds for time in times)
+
+    def _alive(self, waiting: Sequence[Waiting], now_us: int) -> list[Waiting]:
+        return [each for each in waiting if each.committed_at_us > now_us - self._product.settings.delete_us]
+
+    def _public_time(self, place: Place, now: int) -> int | None:
+        reference = self._profiles.get(place[0])
+        found = reference.read(now).get(OFFER_TIME, {}).get(place[1]) if reference else None
+        return None if found is None else int(found[0])
+
+    # What is compared -------------------------------------------------------------------------------------------------
+
+    def broken_in(self, store: Store) -> list[str]:
+        """The laws that a store breaks between any two commits."""
+        found = store.snapshot(self.look)
+        return self.broken + self.compare(found)
+
+    def look(self, tx: Transaction) -> Found:
+        return Found(tx, self._product, {fields["profile_id"] for fields in self.counted.values()})
+
+    def compare(self, found: Found) -> list[str]:
+        broken = self._marks(found) + self._held(found)
+        for each in found.ids:
+            broken += self._published(each, found) + self._values(each, found.read[each], found.now_us // 1_000_000)
+        return broken
+
+    def _marks(self, found: Found) -> list[str]:
+        """X2: an event has a mark exactly if it counts; once it is a day behind the watermark, the mark may go."""
+        broken = [f"X1: {each} has a mark and was never counted" for each in found.marks if each not in self.counted]
+        kept = [each for each, fields in self.counted.items() if fields["time"] >= found.watermark - DAY]
+        broken += [f"X2: {each} was counted and has no mark" for each in kept if each not in found.marks]
+        if found.watermark != self._watermark:
+            broken.append(f"X2: the watermark is {found.watermark}, it was moved to {self._watermark}")
+        return broken
+
+    def _held(self, found: Found) -> list[str]:
+        """C4: exactly what nobody has confirmed waits."""
+        fresh = found.now_us - self._product.settings.delete_us
+        there = {
+            (row.profile_id, row.key, row.event_id, row.number, row.counter_id, row.owner, row.time, _value(row))
+            for row in found.held
+            if row.committed_at_us > fresh
+        }
+        right = {
+            (profile, key, one.event_id, one.number, one.counter, owner_of(one.owner), one.time, float(one.value))
+            for (profile, key), waiting in self._waiting.items()
+            for one in self._alive(waiting, found.now_us)
+        }
+        broken = [f"C4: {each} waits, and should not" for each in sorted(there - right)[:3]]
+        return broken + [f"C4: {each} should wait, and does not" for each in sorted(right - there)[:3]]
+
+    def _values(self, profile: str, read: Read, now: int) -> list[str]:
+        """C1, C3, C4: a reader gets what the public events add up to, within the bound of CNT-05, and nothing else."""
+        there = {
+            counter_id: dict(zip(pack.keys, row, strict=True))
+            for pack in read.packs
+            for counter_id, (_, row) in zip(pack.counter_ids, pack.rows, strict=True)
+        }
+        reference = self._profiles.get(profile)
+        right = reference.read(now) if reference else {}
+        if {each: set(keys) for each, keys in there.items()} != {each: set(keys) for each, keys in right.items()}:
+            return [f"C4: {profile} is read as {there}, it is {right}"]
+        magnitudes = reference.magnitudes() if reference else {}
+        broken = []
+        for counter_id, values in there.items():
+            is_exact = self._catalog[counter_id].kind not in (Kind.FLOAT, Kind.DOUBLE)
+            for key, value in values.items():
+                expected = right[counter_id][key][0]
+                bound = 0.0 if is_exact else _bound(reference, magnitudes[counter_id, key])
+                if abs(float(value) - float(expected)) > bound or (is_exact and value != expected):
+                    broken.append(f"C1: counter {counter_id} of {profile} has {value} at {key}, it is {expected}")
+        return broken
+
+    def _published(self, profile: str, found: Found) -> list[str]:
+        """G2, G3: every change once, versions without gaps, the last one as it is stored; all of it is read so."""
+        messages, row = found.messages[profile], found.rows.get(profile)
+        broken = []
+        before, was_deleted, changes = 0, False, 0
+        for message in messages:
+            said = Profile.FromString(message.payload)
+            if (said.id, said.version) != (profile, message.version):
+                broken.append(f"G2: the message of {profile} {message.version} is of {said.id} {said.version}")
+            follows = message.version > before if was_deleted else message.version == before + 1
+            if not follows:
+                broken.append(f"G3: {profile} was published as {message.version} after {before}")
+            before, was_deleted = message.version, not said.packed_counters
+            changes += not was_deleted
+        if changes != self._changes[profile]:
+            broken.append(f"G2: {profile} changed {self._changes[profile]} times and was published {changes} times")
+        stored = row.public_version if row else 0
+        if stored != (0 if was_deleted else before) or found.read[profile].version != stored:
+            broken.append(f"G2: {profile} is stored at {stored} and was published as {before}")
+        elif row and messages and Profile.FromString(bytes(row.body)) != _body(messages[-1].payload):
+            broken.append(f"G2: {profile} is not what was published as {before}")
+        return broken
+
+
+def updates_of(fields: Fields) -> list[tuple[int, int, float, str | None]]:
+    """What an event counts: counter, key, value, owner."""
+    return [(*each, *[1, None][len(each) - 2 :]) for each in fields["updates"]]
+
+
+def _value(row: Any) -> float:
+    return float(row.count or row.value)
+
+
+def _bound(reference: Reference | None, magnitude: Any) -> float:
+    commits = reference.commits if reference else 0
+    return (commits + 1) * ROUNDING * float(magnitude) + 1e-30
+
+
+def _body(payload: bytes) -> Profile:
+    """A published profile without what only the message says."""
+    said = Profile.FromString(payload)
+    for name in ("type", "id", "version"):
+        said.ClearField(name)  # type: ignore[arg-type]
+    return said
+
+
+def _edge(now_us: int, event_days: int) -> int:
+    return (now_us // 1_000_000 // DAY - event_days) * DAY
