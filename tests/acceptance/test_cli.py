@@ -863,6 +863,7 @@ CASES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("tally", "add"): ("apples",),
     ("tally", "get"): ("apples",),
     ("profiles", "export"): ("profiles.parquet",),
+    ("counters", "example"): (),
     ("counters", "show"): (str(EXAMPLE),),
     ("counters", "lint"): (str(EXAMPLE), str(EXAMPLE)),
 }

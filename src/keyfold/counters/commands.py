@@ -85,12 +85,19 @@ def lint(
     )
 
 
+@app.command()
+def example() -> Answer:
+    """Print a catalog to start from: keyfold counters example > counters.proto"""
+    text = EXAMPLE.read_text(encoding="utf-8")
+    return Answer(data={"catalog": text}, lines=[text.rstrip("\n")])
+
+
 def _catalog_in_force(ctx: typer.Context) -> str:
     row = next((row for row in ctx.obj.settings().table if row.name == SETTING), None)
     if row is None or not row.value:
         raise SettingsWrong(
             f"no CATALOG was given, and the setting {SETTING} is empty",
-            hint=f"An example to start from is {EXAMPLE}",
+            hint="For one to start from: keyfold counters example > counters.proto",
         )
     return str(row.value)
 
