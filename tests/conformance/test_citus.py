@@ -41,9 +41,13 @@ from keyfold.core.tables import MESSAGES
 from keyfold.core.topics.topic import Message
 from keyfold.core.workers import consumer_named
 from keyfold.parts import PARTS, settings_of_parts
+from keyfold.profiles.tables import EVENT_MARKS, EVENT_WATERMARKS, HELD_UPDATES, PROFILES
+from keyfold.profiles.worker import Sweep
 from keyfold.tally import service
 from keyfold.tally.model import Addition
 from keyfold.tally.tables import TALLIES
+from tests.profiles import OFFER, event
+from tests.profiles import opened as opened_profiles
 
 URL = os.environ.get("KEYFOLD_CITUS_URL", "")
 
@@ -356,3 +360,23 @@ def test_a_batch_with_more_parameters_than_a_statement_takes_is_applied_whole(st
         after = store.transact(lambda tx: increment(tx, TALLIES, _tallies(keys, 1), returning=["value"]))
         assert set(after.values()) == {(expected,)}
         assert len(after) == len(keys)
+
+
+@pytest.mark.spec("ECO-05", "PRO-02", "PRO-04", "PRO-07")
+@pytest.mark.usefixtures("context")
+def test_profiles_are_counted_held_back_released_merged_and_swept() -> None:
+    """Profiles, marks and held-back updates lie on different nodes, and still commit together."""
+    with opened_profiles(URL) as profiles:
+        store = profiles.context.store
+        for table in (PROFILES, EVENT_MARKS, HELD_UPDATES, EVENT_WATERMARKS):
+            store.transact(lambda tx, table=table: tx.execute(sa.delete(table)))
+        events = [event(f"e{n}", n % 20, [OFFER, 1], [OFFER, 2, 1, f"o{n % 3}.example"]) for n in range(200)]
+        assert {verdict.status for verdict in profiles.count(*events)} == {"counted"}
+        assert {verdict.status for verdict in profiles.count(*events)} == {"duplicate"}
+        assert [profiles.values(n) for n in range(20)] == [{1: 10.0, 2: 10.0}] * 20
+        assert profiles.values(*range(20)) == {1: 200.0, 2: 200.0}
+        profiles.clock.advance(61 * 86_400)
+        sweep = Sweep(profiles.context, profiles.product)
+        while sweep.step():
+            pass
+        assert profiles.read(1).version == 0

@@ -84,6 +84,7 @@ class Book:
         self._changes: Counter[str] = Counter()
         self._watermark = 0
         self.counted: dict[str, Fields] = {}
+        self.refused: set[str] = set()  # rightly, and those that are late
         self.broken: list[str] = []
 
     # What happens -----------------------------------------------------------------------------------------------------
@@ -119,6 +120,8 @@ class Book:
             right = "counted"
         else:
             right = "duplicate" if known == fields else "conflict"
+        if right == "late" or (status == "refused" and self.may_be_refused(fields, now_us)):
+            self.refused.add(fields["event_id"])
         if status == "refused" and self.may_be_refused(fields, now_us):
             return
         if status != right:

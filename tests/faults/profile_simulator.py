@@ -1,0 +1,371 @@
+"""A seeded simulator of profiles: workers of a log, requests, sweeps and the relay, stopped before and after commits.
+
+Events come twice, in any order, by topic and by request; some say another thing under a known id, some cannot be kept.
+Owners confirm each other or do not; the clock jumps over the periods, and back. A `Book` is told of every commit.
+"""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from keyfold.core import consumer, deadletters, progress, relay, replay
+from keyfold.core.clock import SECOND_US, ManualClock
+from keyfold.core.consumer import ConsumerWorker
+from keyfold.core.context import Context
+from keyfold.core.errors import Conflict, KeyfoldError, TicketRefused
+from keyfold.core.leases.sql import SqlLeases
+from keyfold.core.relay import Relay
+from keyfold.core.settings import Settings, load
+from keyfold.core.store import Transaction
+from keyfold.core.topics.topic import Message
+from keyfold.profiles import handlers, worker
+from keyfold.profiles.handlers import Event, Handlers
+from keyfold.profiles.model import Verdict, event_of
+from keyfold.profiles.part import PART
+from keyfold.profiles.service import counting
+from keyfold.profiles.service.product import PROFILES_TOPIC, Product, section
+from keyfold.profiles.settings import ProfilesSettings
+from keyfold.profiles.worker import Sweep
+from tests.faults.profile_ledger import LOG, Book, Fields, Found
+from tests.faults.scenario import LEASE_SECONDS
+from tests.faults.stage import OutsideTopic, SimulatedTopics, Stage, patched
+from tests.profiles import DAY, EXAMPLE, HANDLERS, OFFER, catalog
+
+EXACT = 602  # an exact sum beside OFFER
+MERGE_DAYS, DELETE_DAYS, EVENT_DAYS, EXPIRE_DAYS = 2, 5, 7, 60
+TOPIC = f"{LOG}-log"
+PARTITIONS = 2
+BATCH_MAX = 3
+BATCHES, SENT = 5, 12  # of each asker; in the topic
+OWNERS = ("a.example", "b.example")
+
+
+class ProfileSimulation(Stage):
+    """Profiles of three people, of whom one is busy."""
+
+    steps = 130
+    look_every_steps = 45
+    test = "test_profile_simulator.py"
+
+    def __init__(self, seed: int, template: Path, directory: Path) -> None:
+        super().__init__(seed, template, directory, settings, ManualClock())
+        self._limits = msgspec.structs.replace(
+            self._settings.limits, relay_batch_max=BATCH_MAX, consumer_batch_max=BATCH_MAX
+        )
+        self._outside = {name: OutsideTopic(name, "profiles", self) for name in (TOPIC, PROFILES_TOPIC.name)}
+        self._topics = SimulatedTopics(self._store, self._settings, dict.fromkeys(self._outside, PARTITIONS))
+        self._topics.outside = self._outside
+        self._product = Product(section(self._settings), catalog(), _handlers(), self._topics)
+        self._consumer = worker._log_consumer(self._product, LOG)
+        self.book = Book(self._product)
+        self._monotonic_us = 0
+        # What was made, sent and asked for; what a transaction under way was given.
+        self._made: list[dict[str, Any]] = []
+        self._sent = 0
+        self._asking: dict[str, list[dict[str, Any]]] = {}
+        self._asked = {"asker0": 0, "asker1": 0}
+        self._given: list[tuple[Transaction, list[tuple[Fields, str]]]] = []
+        self._accepted: dict[int, int] = defaultdict(int)
+
+    # The run ----------------------------------------------------------------------------------------------------------
+
+    def _kinds(self) -> Sequence[str]:
+        return ("log", "log", "asker0", "asker1", "sender", "sweeper", "relay", "operator")
+
+    def _part_of(self, kind: str) -> str:
+        return "profiles"
+
+    def _body(self, kind: str, name: str) -> Callable[[], None]:
+        bodies: dict[str, Callable[[], None]] = {
+            "log": lambda: self._keep_stepping(ConsumerWorker(self._context(), self._consumer, name)),
+            "relay": lambda: self._keep_stepping(Relay(self._context(), PROFILES_TOPIC.name, name)),
+            "sender": self._keep_sending,
+            "sweeper": self._keep_sweeping,
+            "operator": self._operate,
+        }
+        return bodies.get(kind) or (lambda: self._keep_asking(kind))
+
+    def _one_step(self) -> None:
+        draw = self.chance.random()
+        if draw < 0.04:
+            self._crash(self.chance.choice(self._actors))
+        elif draw < 0.06:
+            self._sleep(self.chance.choice(self._actors))
+        elif draw < 0.11:
+            self._move_clock(self.chance.choice((1, LEASE_SECONDS / 2, DAY, DAY, 3 * DAY)))
+        elif draw < 0.115:
+            self._move_clock((EXPIRE_DAYS + 1) * DAY)
+        elif draw < 0.125:
+            self._move_clock(-2 * DAY)
+        elif draw < 0.14:
+            self._rewind()
+        else:
+            self._anybodys_turn()
+
+    def _move_clock(self, seconds: float) -> None:
+        self._clock.advance(seconds)
+        self._monotonic_us += max(0, round(seconds * SECOND_US))
+        self.struck["clock jumped", "profiles"] += abs(seconds) >= DAY
+        self.trace.append(f"{self._step} the clock moves by {seconds} seconds")
+
+    def _rewind(self) -> None:
+        """An operator has everything delivered again from some earlier position."""
+        found = self._store.read(lambda tx: progress.positions(tx, self._consumer.job))
+        positions = {shard: each.position for shard, each in found.items() if each.position}
+        if positions:
+            shard = self.chance.choice(sorted(positions))
+            start = replay.Start(position=self.chance.randrange(positions[shard]), partition=shard)
+            with contextlib.suppress(Conflict):  # what is set aside would come a second time
+                replay.set_back(self._context(), self._consumer, start, actor="operator")
+                self.trace.append(f"{self._step} set back {shard} from {positions[shard]} to {start.position}")
+
+    def _run_dry(self) -> None:
+        self._kill_all()
+        self._move_clock(3 * DAY)  # over what the clock went back: leases of the dead pass
+        while self._sent < SENT:
+            self._send()
+        for kind in self._asked:
+            while self._asked[kind] < BATCHES:
+                self._ask(kind)
+        loops = ConsumerWorker(self._context(), self._consumer, "last"), Relay(self._context(), "profiles", "last")
+        for loop in loops:
+            self._tame(loop)
+        while any([loop.step() for loop in loops]):
+            pass
+        self._redrive()
+        self._move_clock((DELETE_DAYS + 1) * DAY)
+        Sweep(self._context(), self._product).step()
+        while loops[1].step():
+            pass
+
+    # The actors -------------------------------------------------------------------------------------------------------
+
+    def _keep_stepping(self, loop: ConsumerWorker | Relay) -> None:
+        self._tame(loop)
+        while True:
+            try:
+                loop.step()
+            except KeyfoldError as error:
+                self.pause(f"failed: {error}")
+            self.pause("between two steps")
+
+    def _keep_sending(self) -> None:
+        while self._sent < SENT:
+            self.pause("between two events")
+            self._send()
+
+    def _send(self) -> None:
+        """Put an event in the topic, where a broker might have put it anywhere; poison now and then."""
+        poisoned = self.faulty and self.chance.random() < 0.05
+        fields = {"event_id": f"poison{self._sent}"} if poisoned else self._event()
+        message = Message(
+            key=str(fields.get("profile_id")),
+            version=self._sent,
+            event_time_us=0,
+            schema="event/1",
+            payload=msgspec.json.encode(fields),
+        )
+        self._outside[TOPIC].logs[self.chance.randrange(PARTITIONS)].append(message)
+        self._sent += 1
+
+    def _keep_asking(self, kind: str) -> None:
+        while self._asked[kind] < BATCHES:
+            self._ask(kind)
+            self.pause("between two requests")
+
+    def _ask(self, kind: str) -> None:
+        """Count a batch; whoever died before the answer asks again with the same."""
+        if kind not in self._asking:
+            self._asking[kind] = [self._event() for _ in range(self.chance.randint(1, BATCH_MAX))]
+        events = [(LOG, event_of(fields)) for fields in self._asking[kind]]
+        verdicts = self._store.transact(
+            lambda tx: counting.count_events(tx, self._product, events, marked=True), name="count"
+        )
+        for (_, event), verdict in zip(events, verdicts, strict=True):
+            if verdict.status in ("counted", "duplicate") and event.id not in self.book.counted:
+                self.book.broken.append(f"X1: {event.id} was acknowledged as {verdict.status} and is not there")
+        del self._asking[kind]
+        self._asked[kind] += 1
+
+    def _keep_sweeping(self) -> None:
+        sweep = Sweep(self._context(), self._product)
+        while True:
+            for _ in range(3):
+                self.pause("resting")
+            sweep.step()
+
+    def _operate(self) -> None:
+        while True:
+            for _ in range(3):
+                self.pause("looking")
+            self._redrive()
+
+    def _redrive(self) -> None:
+        """Try again what was set aside, then let go of what fails again."""
+        if not self._store.read(deadletters.listed):
+            return
+        name, topic = self._consumer.name, self._consumer.topic
+        again = deadletters.redrive(self._store, name, topic, self._consumer.apply, ordered=False)
+        for letter in again.failed:
+            with contextlib.suppress(KeyfoldError):
+                deadletters.discard(self._store, name, topic, letter.partition, letter.position, actor="operator")
+
+    def _event(self) -> dict[str, Any]:
+        """An event: a new one, one that came before, or another thing under an id that came before."""
+        chance, made = self.chance, self._made
+        draw = chance.random()
+        if made and draw < 0.3:
+            return chance.choice(made)
+        if made and draw < 0.36:
+            return {**chance.choice(made), "said": "otherwise"}
+        # Whole days, so that sources are also exactly a period apart.
+        time = self._clock.now_us() // SECOND_US // DAY * DAY - chance.choice((0, 0, 0, 1, 2, 3)) * DAY
+        fields = {
+            "event_id": f"e{len(made)}",
+            "profile_id": chance.choice(("u0", "u0", "u1", "u2")),
+            "time": time,
+            "updates": self._updates(),
+        }
+        made.append(fields)
+        return fields
+
+    def _updates(self) -> list[list[Any]]:
+        chance = self.chance
+        draw = chance.random()
+        if draw < 0.06:
+            return [[OFFER, 5], [EXACT, 9, 2**63]]  # twice is more than 64 bits
+        if draw < 0.12:
+            return [[OFFER, 10 + key] for key in chance.sample(range(40), 20)]  # more than MaxRecords
+        return [
+            [chance.choice((OFFER, EXACT)), chance.randrange(3), chance.randint(1, 9), chance.choice((None, *OWNERS))]
+            for _ in range(chance.choice((1, 1, 2)))
+        ]
+
+    def _context(self) -> Context:
+        """A process of its own on the shared store."""
+        context = Context(self._settings, self._store, self._topics, SqlLeases(self._store), [PART])
+        context.limits = self._limits
+        return context
+
+    def _tame(self, loop: ConsumerWorker | Relay) -> None:
+        loop._shards._monotonic = lambda: self._monotonic_us / SECOND_US
+
+    # What is looked at ------------------------------------------------------------------------------------------------
+
+    def _look(self, *, at_the_end: bool = False) -> None:
+        found = self._store.snapshot(self.book.look)
+        broken = self.book.broken + self.book.compare(found)
+        broken += self._topic(found, at_the_end=at_the_end)
+        if at_the_end:
+            settled = {*self.book.counted, *self.book.refused}
+            lost = [each["event_id"] for each in self._made if each["event_id"] not in settled]
+            broken += [f"X1: {each} was sent and never counted" for each in lost]
+            broken += [f"C4: {row} outlived its period" for row in found.held]
+        if broken:
+            raise self._violated(broken)
+
+    def _topic(self, found: Found, *, at_the_end: bool) -> list[str]:
+        """G2, G3: the topic has what was committed and nothing else, in order; at the end all of it."""
+        committed = {
+            (f"user/{profile}", message.version): message.payload
+            for profile, messages in found.messages.items()
+            for message in messages
+        }
+        broken = []
+        highest: dict[str, int] = defaultdict(int)
+        first: set[tuple[str, int]] = set()
+        for log in self._outside[PROFILES_TOPIC.name].entries().values():
+            for entry in log:
+                if committed.get((entry.key, entry.version)) != entry.payload:
+                    broken.append(f"G2: the topic has {entry.key} {entry.version}, which nobody committed")
+                if (entry.key, entry.version) not in first and entry.version < highest[entry.key]:
+                    broken.append(f"G3: the topic has {entry.key} {entry.version} after {highest[entry.key]}")
+                first.add((entry.key, entry.version))
+                highest[entry.key] = max(highest[entry.key], entry.version)
+        if at_the_end:
+            broken += [f"G2: {each} never reached the topic" for each in committed if each not in first]
+        return broken
+
+    @contextlib.contextmanager
+    def _spies(self) -> Iterator[None]:
+        """Hear what is said of every event, and count the faults that struck."""
+        count_events, advance, set_aside = counting.count_events, progress.advance, deadletters.set_aside
+
+        def watch_count(
+            tx: Transaction, product: Product, events: Sequence[tuple[str, Event]], *, marked: bool
+        ) -> list[Verdict]:
+            verdicts = count_events(tx, product, events, marked=marked)
+            said = [(event.fields, verdict.status) for (_, event), verdict in zip(events, verdicts, strict=True)]
+            self._given.append((tx, said))
+            return verdicts
+
+        def watch_advance(tx: Transaction, job: str, shard: int, ticket: int, expected: int, position: int) -> None:
+            try:
+                advance(tx, job, shard, ticket, expected, position)
+            except TicketRefused:
+                if job == self._consumer.job and ticket < self._accepted[shard]:
+                    self.struck["holder paused past its lease", "profiles"] += 1
+                raise
+            if job == self._consumer.job:
+                self._accepted[shard] = max(ticket, self._accepted[shard])
+
+        def watch_set_aside(tx: Transaction, *given: object, **named: object) -> None:
+            set_aside(tx, *given, **named)  # type: ignore[arg-type]
+            self.struck["poison message", "profiles"] += 1
+
+        time = SimpleNamespace(monotonic=lambda: self._monotonic_us / SECOND_US, sleep=lambda _: None)
+        patches: list[tuple[object, str, object]] = [
+            (counting, "count_events", watch_count),
+            (worker, "count_events", watch_count),
+            (progress, "advance", watch_advance),
+            (deadletters, "set_aside", watch_set_aside),
+            (relay, "time", time),
+            (consumer, "time", time),
+        ]
+        with patched(patches):
+            yield
+
+    def _committed(self, name: str, tx: Transaction, result: object) -> None:
+        """Nobody is stopped inside a transaction, so what another was given has been rolled back."""
+        for given_tx, said in self._given:
+            if given_tx is tx:
+                self.book.commit(tx.now_us, said)
+                self.struck["message delivered twice", "profiles"] += [s for _, s in said].count("duplicate")
+        self._given.clear()
+        if name == "watermarks":
+            self.book.move_watermark(tx.now_us)
+        elif name == "unconfirmed":
+            self.book.sweep(tx.now_us)
+
+
+def settings(url: str) -> Settings:
+    options = {
+        "store.url": url,
+        "topics.partitions": PARTITIONS,
+        "leases.lease_seconds": LEASE_SECONDS,
+        "profiles.catalog": str(EXAMPLE),
+        "profiles.handlers": str(HANDLERS),
+        "profiles.merge_days": MERGE_DAYS,
+        "profiles.delete_days": DELETE_DAYS,
+        "profiles.event_days": EVENT_DAYS,
+        "profiles.kernel": "numpy",
+    }
+    return load(parts={"profiles": ProfilesSettings}, environ={}, options=options)  # type: ignore[arg-type]
+
+
+@cache
+def _handlers() -> Handlers:
+    return handlers.load(str(HANDLERS))
+
+
+def simulate(seed: int, template: Path, directory: Path) -> "dict[tuple[str, str], int]":
+    """Run one seed; returns what struck whom."""
+    simulation = ProfileSimulation(seed, template, directory)
+    simulation.run()
+    return simulation.struck
