@@ -44,10 +44,16 @@ class Waiting(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A profile as it was published."""
+    """A profile as it was published; `floor` is the highest version of any that was deleted before."""
 
     version: int
     payload: bytes
+    said: Profile
+    floor: int
+
+    @property
+    def is_deletion(self) -> bool:
+        return not self.said.packed_counters
 
 
 class Found:
@@ -61,8 +67,11 @@ class Found:
         self.rows = {row.profile_id: row for row in tx.execute(sa.select(PROFILES))}
         self.messages: dict[str, list[Message]] = defaultdict(list)
         published = sa.select(MESSAGES).where(MESSAGES.c.topic == PROFILES_TOPIC.name).order_by(MESSAGES.c.id)
+        floor = 0
         for row in tx.execute(published):
-            self.messages[row.key.removeprefix(f"{TYPE}/")].append(Message(row.version, bytes(row.payload)))
+            message = Message(row.version, bytes(row.payload), Profile.FromString(bytes(row.payload)), floor)
+            self.messages[row.key.removeprefix(f"{TYPE}/")].append(message)
+            floor = max(floor, message.version) if message.is_deletion else floor
         self.ids = sorted({*ids, *self.rows, *self.messages, *(row.profile_id for row in self.held)})
         view = view_of(product, UNRESTRICTED, None)
         read = read_profiles(tx, product, [([(TYPE, each)], view) for each in self.ids])
@@ -140,7 +149,7 @@ class Book:
                     latest[place] = stands
                 if owner is None:
                     public[profile].append((counter, key, value, time))
-                    latest[place] = max(time, latest.get(place, 0))
+                    self._move(latest, place, time, now)
                 else:
                     one = Waiting(counter, value, time, owner, fields["event_id"], number, now_us)
                     self._waiting[place].append(one)
@@ -162,7 +171,14 @@ class Book:
                 return freed
             freed += free
             self._waiting[place] = [each for each in self._waiting[place] if each not in free]
-            latest[place] = max([latest.get(place, 0), *(each.time for each in free)])
+            for each in sorted(free, key=lambda one: -one.time):
+                self._move(latest, place, each.time, now_us // 1_000_000)
+
+    def _move(self, latest: dict[Place, int], place: Place, time: int, now: int) -> None:
+        """The public time after an update; one that has expired makes no key."""
+        expire_seconds = self._catalog.groups[OFFER_TIME].expire_seconds
+        if place in latest or expire_seconds is None or now - time <= expire_seconds:
+            latest[place] = max(time, latest.get(place, 0))
 
     def _is_confirmed(self, one: Waiting, here: Sequence[Waiting], public_time: int | None) -> bool:
         times = [other.time for other in here if other.owner != one.owner]
@@ -244,22 +260,20 @@ class Book:
         """G2, G3: every change once, versions without gaps, the last one as it is stored; all of it is read so."""
         messages, row = found.messages[profile], found.rows.get(profile)
         broken = []
-        before, was_deleted, changes = 0, False, 0
+        before = 0  # a profile that is new, or was deleted, starts above the floor
         for message in messages:
-            said = Profile.FromString(message.payload)
-            if (said.id, said.version) != (profile, message.version):
-                broken.append(f"G2: the message of {profile} {message.version} is of {said.id} {said.version}")
-            follows = message.version > before if was_deleted else message.version == before + 1
-            if not follows:
-                broken.append(f"G3: {profile} was published as {message.version} after {before}")
-            before, was_deleted = message.version, not said.packed_counters
-            changes += not was_deleted
+            if (message.said.id, message.said.version) != (profile, message.version):
+                broken.append(f"G2: the message {profile} {message.version} says {message.said.version}")
+            if message.version != (before or message.floor) + 1:
+                broken.append(f"G3: {profile} was published as {message.version} after {before or message.floor}")
+            before = 0 if message.is_deletion else message.version
+        changes = sum(not message.is_deletion for message in messages)
         if changes != self._changes[profile]:
             broken.append(f"G2: {profile} changed {self._changes[profile]} times and was published {changes} times")
         stored = row.public_version if row else 0
-        if stored != (0 if was_deleted else before) or found.read[profile].version != stored:
-            broken.append(f"G2: {profile} is stored at {stored} and was published as {before}")
-        elif row and messages and Profile.FromString(bytes(row.body)) != _body(messages[-1].payload):
+        if not stored == before == found.read[profile].version:
+            broken.append(f"G2: {profile} is at {stored}, read as {found.read[profile].version}, published as {before}")
+        elif row and before and Profile.FromString(bytes(row.body)) != _body(messages[-1].said):
             broken.append(f"G2: {profile} is not what was published as {before}")
         return broken
 
@@ -278,12 +292,9 @@ def _bound(reference: Reference | None, magnitude: Any) -> float:
     return (commits + 1) * ROUNDING * float(magnitude) + 1e-30
 
 
-def _body(payload: bytes) -> Profile:
+def _body(said: Profile) -> Profile:
     """A published profile without what only the message says."""
-    said = Profile.FromString(payload)
-    for name in ("type", "id", "version"):
-        said.ClearField(name)  # type: ignore[arg-type]
-    return said
+    return Profile(packed_counters=said.packed_counters, counters=said.counters)
 
 
 def _edge(now_us: int, event_days: int) -> int:

@@ -42,15 +42,17 @@ MERGE_DAYS, DELETE_DAYS, EVENT_DAYS, EXPIRE_DAYS = 2, 5, 7, 60
 TOPIC = f"{LOG}-log"
 PARTITIONS = 2
 BATCH_MAX = 3
-BATCHES, SENT = 5, 12  # of each asker; in the topic
+BATCHES, SENT = 4, 10  # of each asker; in the topic
+# In all less than future_seconds_max: see the first of test_profiles_found.py.
+BACK_SECONDS_MAX = 0.8 * DAY
 OWNERS = ("a.example", "b.example")
 
 
 class ProfileSimulation(Stage):
     """Profiles of three people, of whom one is busy."""
 
-    steps = 130
-    look_every_steps = 45
+    steps = 110
+    look_every_steps = 40
     test = "test_profile_simulator.py"
 
     def __init__(self, seed: int, template: Path, directory: Path) -> None:
@@ -65,6 +67,7 @@ class ProfileSimulation(Stage):
         self._consumer = worker._log_consumer(self._product, LOG)
         self.book = Book(self._product)
         self._monotonic_us = 0
+        self._back_seconds = 0.0  # how far the clock went back in all
         # What was made, sent and asked for; what a transaction under way was given.
         self._made: list[dict[str, Any]] = []
         self._sent = 0
@@ -101,8 +104,8 @@ class ProfileSimulation(Stage):
             self._move_clock(self.chance.choice((1, LEASE_SECONDS / 2, DAY, DAY, 3 * DAY)))
         elif draw < 0.115:
             self._move_clock((EXPIRE_DAYS + 1) * DAY)
-        elif draw < 0.125:
-            self._move_clock(-2 * DAY)
+        elif draw < 0.125 and self._back_seconds < BACK_SECONDS_MAX:
+            self._move_clock(-BACK_SECONDS_MAX / 2)
         elif draw < 0.14:
             self._rewind()
         else:
@@ -111,7 +114,8 @@ class ProfileSimulation(Stage):
     def _move_clock(self, seconds: float) -> None:
         self._clock.advance(seconds)
         self._monotonic_us += max(0, round(seconds * SECOND_US))
-        self.struck["clock jumped", "profiles"] += abs(seconds) >= DAY
+        self._back_seconds -= min(0, seconds)
+        self.struck["clock jumped", "profiles"] += abs(seconds) >= DAY / 4
         self.trace.append(f"{self._step} the clock moves by {seconds} seconds")
 
     def _rewind(self) -> None:
@@ -127,7 +131,7 @@ class ProfileSimulation(Stage):
 
     def _run_dry(self) -> None:
         self._kill_all()
-        self._move_clock(3 * DAY)  # over what the clock went back: leases of the dead pass
+        self._move_clock(self._back_seconds)  # leases of the dead pass
         while self._sent < SENT:
             self._send()
         for kind in self._asked:

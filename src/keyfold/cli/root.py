@@ -15,14 +15,14 @@ counts once, whatever crashes or is delivered twice: state, dedupe marks,
 source position and outgoing messages commit in one transaction. A SQLite file
 is enough to start; PostgreSQL, Citus, Kafka and ZooKeeper are for growing up.
 
-The parts of a marketplace; the tally is here to try, the others are coming:
+The parts of a marketplace; those with commands below are here, the others are coming:
 
-  tally         a number per key: the walking example
   profiles      decaying counters about a person, owned data held back
   order stats   exact order counts per identity and dimension, with backfill
   segments      the difference of two snapshots, streamed into versioned sets
   numbering     a lasting shard and number for every offer
   listings      drafts, offers, feeds, counts and an ordered export
+  tally         a number per key: the walking example
 
 First commands to type:
 

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from keyfold.counters import messages_pb2 as messages
+from keyfold.counters.bulk.reading import Pack
 from keyfold.counters.catalog import Kind
 from keyfold.counters.packs import NAMES, fill
-from keyfold.profiles.service.reading import LeftOut, Pack, Read, View
+from keyfold.profiles.service.reading import LeftOut, Read, View
 
 PROTOBUF = "application/x-protobuf"
 

@@ -147,11 +147,20 @@ def export(
 ) -> Answer:
     """Export profiles to Parquet: type, id, version, and the message `Profile`."""
     from keyfold.profiles.service.exporting import export as exported
+    from keyfold.profiles.service.exporting import pages_of
 
     product, context = _product(ctx)
     if profile_type is not None:
         _must_be_type(product, profile_type)
-    done = exported(context.store, product, path, profile_type=profile_type, report=lambda _: None)
+    pages = context.store.read(lambda tx: pages_of(tx, profile_type))
+    with ctx.obj.steps("Exporting", pages) as steps:
+        done = exported(
+            context.store,
+            product,
+            path,
+            profile_type=profile_type,
+            report=lambda count: steps.step(f"{count} profiles"),
+        )
     notes = [f"{done.broken} profiles could not be read and were left out."] if done.broken else []
     return Answer(data=done, lines=[f"{done.profiles} profiles are in {done.path}."], notes=notes)
 

@@ -59,6 +59,14 @@ def export(
     return Exported(str(path), count, broken)
 
 
+def pages_of(tx: Transaction, profile_type: str | None) -> int:
+    """How many pages there are to export, about."""
+    count = sa.select(sa.func.count()).select_from(PROFILES).where(PROFILES.c.public_version > 0)
+    if profile_type is not None:
+        count = count.where(PROFILES.c.profile_type == profile_type)
+    return int(tx.execute(count).scalar_one()) // PAGE + 1
+
+
 Exportable = tuple[str, str, int, bytes]
 
 

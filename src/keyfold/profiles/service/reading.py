@@ -10,7 +10,9 @@ from msgspec import Struct
 from keyfold.core.errors import NotFound
 from keyfold.core.store import Transaction
 from keyfold.core.store.shapes import load
-from keyfold.counters.catalog import Counter, Group, Kind
+from keyfold.counters.bulk import reading as bulk
+from keyfold.counters.bulk.reading import Pack
+from keyfold.counters.catalog import Catalog, Counter, Group, Kind
 from keyfold.counters.counters import Counters, MutableCounters
 from keyfold.counters.messages_pb2 import Profile
 from keyfold.counters.model import Number
@@ -40,15 +42,7 @@ class View(Struct, frozen=True):
     legacy: bool = False
 
 
-class Pack(Struct, frozen=True):
-    """Counters that share keys, as they are answered."""
-
-    counter_ids: list[int]
-    keys: Sequence[int]
-    rows: list[tuple[Kind, Sequence[Number]]]
-
-
-class Read(Struct, frozen=True):
+class Read(Struct, frozen=True, gc=False):
     """One answered profile; version 0: nothing is known of it."""
 
     key: ProfileKey
@@ -96,7 +90,19 @@ def read_profiles(
     merged = sorted({key for ids, _ in entries if len(ids) > 1 for key in ids})
     held = _held(tx, product, merged) if merged and product.delayed else {}
     weights = _Weights(tx, product) if any(view.weighted for _, view in entries) else None
-    return [_read(product, ids, view, found, held, now, weights) for ids, view in entries]
+    rows = [[row for key in ids if (row := found.get(key)) is not None and row[2]] for ids, _ in entries]
+    passed_on = _passed_on(product, entries, rows, now)
+    read: list[Read] = []
+    for index, (ids, view) in enumerate(entries):
+        own = rows[index]
+        packs = passed_on.get(index)
+        if packs is None:
+            packs = _looked_at(product, ids, view, own, held, now)
+        if weights and view.weighted:
+            packs = weights.applied(packs)
+        segments = _segments(own) if view.segments else []
+        read.append(Read(ids[0], packs, segments, sum([row[2] for row in own])))
+    return read
 
 
 def stored_bodies(tx: Transaction, keys: Sequence[ProfileKey]) -> dict[ProfileKey, bytes]:
@@ -107,26 +113,40 @@ def stored_bodies(tx: Transaction, keys: Sequence[ProfileKey]) -> dict[ProfileKe
 Found = Mapping[tuple[Any, ...], tuple[Any, ...]]
 
 
-def _read(
+def _passed_on(
+    product: Product,
+    entries: Sequence[tuple[Sequence[ProfileKey], View]],
+    rows: Sequence[Sequence[tuple[Any, ...]]],
+    now: int,
+) -> dict[int, list[Pack] | None]:
+    """The packs of all people of whom one stored profile can be passed on as it lies, by their place."""
+    by_wish: dict[frozenset[int], list[int]] = {}
+    for index, (ids, view) in enumerate(entries):
+        if len(ids) == 1 and rows[index] and view.counters and not view.at_now:
+            by_wish.setdefault(view.counters, []).append(index)
+    found: dict[int, list[Pack] | None] = {}
+    for wanted, places in by_wish.items():
+        bodies = [rows[index][0][0] for index in places]
+        packs = bulk.read(product.catalog, bodies, wanted, now, kernel=product.settings.kernel)
+        found.update(zip(places, packs, strict=True))
+    return found
+
+
+def _looked_at(
     product: Product,
     ids: Sequence[ProfileKey],
     view: View,
-    found: Found,
+    rows: Sequence[tuple[Any, ...]],
     held: Mapping[ProfileKey, list[tuple[int, Held]]],
     now: int,
-    weights: "_Weights | None",
-) -> Read:
-    rows = [row for key in ids if (row := found.get(key)) is not None and row[2]]
-    version = sum(row[2] for row in rows)
-    segments = _segments(rows) if view.segments else []
+) -> list[Pack]:
+    """The packs of one person where they cannot be passed on as they lie."""
     if not view.counters:
-        return Read(ids[0], [], segments, version)
+        return []
     if len(ids) == 1:
-        packs = packs_of(product, bytes(rows[0][0]), view, now) if rows else []
-    else:
-        merged = merged_profile(product, [bytes(row[0]) for row in rows], [held.get(key, []) for key in ids], now)
-        packs = _picked(merged, view, now)
-    return Read(ids[0], weights.applied(packs) if weights and view.weighted else packs, segments, version)
+        return packs_of(product.catalog, bytes(rows[0][0]), view, now) if rows else []
+    merged = merged_profile(product, [bytes(row[0]) for row in rows], [held.get(key, []) for key in ids], now)
+    return _picked(merged, view, now)
 
 
 def merged_profile(
@@ -154,8 +174,8 @@ def merged_profile(
     return merged
 
 
-def packs_of(product: Product, body: bytes, view: View, now: int) -> list[Pack]:
-    """The counters of one stored profile. A pack that needs nothing done to it is passed on as it lies."""
+def packs_of(catalog: Catalog, body: bytes, view: View, now: int) -> list[Pack]:
+    """The counters of one stored profile, whatever its form. A pack that needs nothing done to it is passed on."""
     profile = parsed(body)
     picked: list[Pack] = []
     slow: Counters | None = None
@@ -165,19 +185,19 @@ def packs_of(product: Product, body: bytes, view: View, now: int) -> list[Pack]:
         wanted = [index for index, each in enumerate(ids) if each in view.counters]
         if not wanted:
             continue
-        group = product.catalog.group_of(ids[wanted[0]])
+        group = catalog.group_of(ids[wanted[0]])
         if group.id in done:
             continue
         if not view.at_now and _is_plain(group, ids, values, now, len(pack.keys)):
             rows = [_row(values[index]) for index in wanted]
             picked.append(Pack([ids[index] for index in wanted], list(pack.keys), rows))
             continue
-        slow = slow or Counters(product.catalog, body, now)
-        for each in sorted({product.catalog.group_of(ids[index]).id for index in wanted}):
+        slow = slow or Counters(catalog, body, now)
+        for each in sorted({catalog.group_of(ids[index]).id for index in wanted}):
             done.add(each)
-            picked += _pack(slow, product.catalog.groups[each], view, now)
+            picked += _pack(slow, catalog.groups[each], view, now)
     if profile.counters:  # an older form that was stored by someone else
-        return _picked(Counters(product.catalog, body, now), view, now)
+        return _picked(Counters(catalog, body, now), view, now)
     return picked
 
 

@@ -1,0 +1,234 @@
+"""Reading many stored profiles at once: the counters asked for, as lists, of bodies that can be passed on as they lie.
+
+With Numba all bodies go through one compiled loop; what it puts aside, and everything without Numba, goes through
+protobuf, with all that depends on the counters of a pack worked out once. What neither can pass on (something has
+expired, is too much, is in another form, is broken) is answered None, and the caller looks at it key by key.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, islice
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from msgspec import Struct
+
+from keyfold.counters.bulk.columns import Ints, KernelName, Words
+from keyfold.counters.bulk.folding import has_numba
+from keyfold.counters.bulk.tables import tables_of
+from keyfold.counters.catalog import Catalog, Kind
+from keyfold.counters.errors import BodyUnreadable
+from keyfold.counters.model import Number
+from keyfold.counters.packs import NAMES, parsed
+
+# What one run of the loop holds in memory is some twenty times this.
+CHUNK_BYTES = 1 << 20
+CODE_BITS = 32
+PLANS_MAX = 1_000
+LAYOUTS_MAX = 1_000
+REAL = (Kind.FLOAT, Kind.DOUBLE)
+
+
+class Pack(Struct, frozen=True, gc=False):
+    """Counters that share keys, as they are answered. The list of ids is shared between packs."""
+
+    counter_ids: list[int]
+    keys: Sequence[int]
+    rows: list[tuple[Kind, Sequence[Number]]]
+
+
+class Shape(Struct, frozen=True):
+    """The wanted counters of a pack; of each, whether its values are real."""
+
+    counter_ids: list[int]
+    rows: list[tuple[Kind, bool]]
+
+
+class Layout(Struct, frozen=True):
+    """What to take of a pack with certain counters in a certain order; of nothing wanted, no rows."""
+
+    counter_ids: list[int]
+    rows: list[tuple[int, Kind, str]]  # place, kind, name of the field
+    time_at: int = 0
+    records_max: int | None = None
+    expire_seconds: int | None = None
+
+
+class Plan:
+    """What is known beforehand of reading certain counters: the catalog as arrays, and every kind of pack met so far.
+
+    `fits` is False where a group has more wanted counters than a code has bits.
+    """
+
+    def __init__(self, catalog: Catalog, wanted: frozenset[int]) -> None:
+        self.catalog = catalog
+        self.wanted = wanted
+        self.members = [
+            [each for each in group.counter_ids if each in wanted] for group in catalog.groups.values()
+        ]  # by the place of their group
+        self.fits = all(len(each) < CODE_BITS for each in self.members)
+        self.ids: Words = tables_of(catalog).ids
+        self.counters, self.groups = self._tables() if self.fits else (np.empty((0, 4), np.int64),) * 2
+        self.shapes: dict[int, Shape] = {}
+        self.layouts: dict[tuple[int, ...], Layout | None] = {}
+
+    def shape(self, code: int) -> Shape:
+        """What the compiled loop means by a code."""
+        members = self.members[code >> CODE_BITS]
+        ids = [each for bit, each in enumerate(members) if code >> bit & 1]
+        kinds = [self.catalog[each].kind for each in ids]
+        shape = self.shapes[code] = Shape(ids, [(kind, kind in REAL) for kind in kinds])
+        return shape
+
+    def layout(self, ids: tuple[int, ...]) -> Layout | None:
+        """How a pack of these counters is read; None where it is not simply one group."""
+        if len(self.layouts) >= LAYOUTS_MAX:  # bodies of others may hold anything
+            self.layouts.clear()
+        layout = self.layouts[ids] = self._layout(ids)
+        return layout
+
+    def _layout(self, ids: tuple[int, ...]) -> Layout | None:
+        picked = [(index, each) for index, each in enumerate(ids) if each in self.wanted]
+        if not picked:
+            return Layout([], []) if ids else None
+        if not all(each in self.catalog for each in ids):
+            return None
+        group = self.catalog.group_of(picked[0][1])
+        if not all(each in group.counter_ids for each in ids) or (group.time and group.time.id not in ids):
+            return None
+        if group.time is None and len(ids) > 1:
+            return None
+        kinds = [self.catalog[each].kind for _, each in picked]
+        return Layout(
+            [each for _, each in picked],
+            [(index, kind, NAMES[kind]) for (index, _), kind in zip(picked, kinds, strict=True)],
+            ids.index(group.time.id) if group.time else 0,
+            group.records_max,
+            group.expire_seconds,
+        )
+
+    def _tables(self) -> tuple[Ints, Ints]:
+        tables = tables_of(self.catalog)
+        bits = {each: 1 << bit for members in self.members for bit, each in enumerate(members)}
+        times = {group.time.id for group in self.catalog.groups.values() if group.time}
+        counters = [
+            (each.kind, place, bits.get(each.id, 0), each.id in times)
+            for each, place in zip(self.catalog.counters.values(), tables.group.tolist(), strict=True)
+        ]
+        groups = np.stack([tables.records_max, tables.expire_seconds, tables.time_slot >= 0], axis=1)
+        return np.array(counters, np.int64), groups.astype(np.int64)
+
+
+_plans: WeakKeyDictionary[Catalog, dict[frozenset[int], Plan]] = WeakKeyDictionary()
+
+
+def plan_of(catalog: Catalog, wanted: frozenset[int]) -> Plan:
+    """The plan of reading certain counters; made once, since a request takes less time than making it."""
+    plans = _plans.get(catalog)
+    if plans is None:
+        plans = _plans[catalog] = {}
+    plan = plans.get(wanted)
+    if plan is None:
+        if len(plans) >= PLANS_MAX:
+            plans.clear()
+        plan = plans[wanted] = Plan(catalog, wanted)
+    return plan
+
+
+def read(
+    catalog: Catalog, bodies: Sequence[bytes], wanted: frozenset[int], now: int, *, kernel: KernelName = "auto"
+) -> list[list[Pack] | None]:
+    """The wanted packs of each body as of `now`, in the order they are stored; None: look at it key by key."""
+    plan = plan_of(catalog, wanted)
+    if not plan.fits or kernel == "numpy" or (kernel == "auto" and not has_numba()):
+        return [_by_protobuf(plan, body, now) for body in bodies]
+    return [
+        _by_protobuf(plan, bodies[index], now) if packs is None else packs
+        for index, packs in enumerate(_compiled(plan, bodies, now))
+    ]
+
+
+def warm(catalog: Catalog, *, kernel: KernelName = "auto") -> None:
+    """Read something, so that no request waits for the loop: the first time ever, it is compiled for seconds."""
+    read(catalog, [b""], frozenset(islice(catalog.counters, 1)), 0, kernel=kernel)
+
+
+def _compiled(plan: Plan, bodies: Sequence[bytes], now: int) -> Iterator[list[Pack] | None]:
+    from keyfold.counters.bulk.by_numba_reading import decode
+
+    for some in _chunks(bodies):
+        starts = np.array([*accumulate(map(len, some), initial=0)], np.int64)
+        buffer = np.frombuffer(b"".join([*some, b"\0"]), np.uint8)  # an empty one is refused
+        columns = decode(buffer, starts, plan.ids, plan.counters, plan.groups, now)
+        yield from _cut(plan, *(column.tolist() for column in columns))
+
+
+def _chunks(bodies: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """The bodies in runs of a bounded size; a body is never cut."""
+    if sum(map(len, bodies)) <= CHUNK_BYTES:
+        yield bodies
+        return
+    begin, size = 0, 0
+    for index, body in enumerate(bodies):
+        if size + len(body) > CHUNK_BYTES and index > begin:
+            yield bodies[begin:index]
+            begin, size = index, 0
+        size += len(body)
+    yield bodies[begin:]
+
+
+def _cut(
+    plan: Plan, packs_of: list[int], codes: list[int], counts: list[int], words: list[int], floats: list[float]
+) -> Iterator[list[Pack] | None]:
+    """The numbers, which stand in the order of the packs, as packs."""
+    shapes, packs_left = plan.shapes, zip(codes, counts, strict=True)
+    at, floats_at = 0, 0
+    for packs_count in packs_of:
+        if packs_count < 0:
+            yield None
+            continue
+        packs = []
+        for code, count in islice(packs_left, packs_count):
+            shape = shapes.get(code) or plan.shape(code)
+            keys = words[at : (at := at + count)]
+            rows: list[tuple[Kind, Sequence[Number]]] = []
+            for kind, is_real in shape.rows:
+                if is_real:
+                    rows.append((kind, floats[floats_at : (floats_at := floats_at + count)]))
+                else:
+                    rows.append((kind, words[at : (at := at + count)]))
+            packs.append(Pack(shape.counter_ids, keys, rows))
+        yield packs
+
+
+def _by_protobuf(plan: Plan, body: bytes, now: int) -> list[Pack] | None:
+    """Measured: reaching into a message costs more than the numbers, so nothing is asked of it twice."""
+    try:
+        profile = parsed(body)
+    except BodyUnreadable:
+        return None
+    if profile.counters:
+        return None
+    packs = []
+    for pack in profile.packed_counters:
+        ids, keys, values = tuple(pack.counter_ids), pack.keys[:], pack.values
+        layout = plan.layouts.get(ids) or plan.layout(ids)
+        if layout is None or not keys or len(values) != len(ids):
+            return None
+        if not layout.rows:
+            continue
+        count = len(keys)
+        if layout.records_max is not None and count > layout.records_max:
+            return None
+        if layout.expire_seconds is not None:
+            times = values[layout.time_at].fixed32_values.value[:]
+            if len(times) != count or min(times) < now - layout.expire_seconds:
+                return None
+        rows: list[tuple[Kind, Sequence[Number]]] = []
+        for index, kind, name in layout.rows:
+            # A row of another kind looks empty here.
+            column = getattr(values[index], name).value[:]
+            if len(column) != count:
+                return None
+            rows.append((kind, column))
+        packs.append(Pack(layout.counter_ids, keys, rows))
+    return packs

@@ -1,0 +1,42 @@
+"""Bugs of profiles that the harnesses found, each as the smallest run that shows it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.profiles import DAY, NOW, OFFER, event, opened
+
+EXACT = 602
+
+
+@pytest.mark.spec("PRO-04", "CORE-02")
+@pytest.mark.xfail(strict=True, reason="what is released is held against future_seconds_max again, and lost")
+def test_an_update_that_is_released_after_the_clock_went_back_is_not_lost(tmp_path: Path) -> None:
+    """It was accepted when its time lay behind now; X1 does not ask what the clock says later."""
+    with opened(f"sqlite:///{tmp_path / 'keyfold.db'}") as profiles:
+        assert profiles.statuses(event("a", 1, [OFFER, 5, 1, "a.example"])) == ["counted"]
+        profiles.clock.advance(-2 * DAY)
+        assert profiles.statuses(event("b", 1, [OFFER, 5, 1, "b.example"], time=NOW - 2 * DAY)) == ["counted"]
+        profiles.clock.advance(2 * DAY)
+        assert profiles.values(1)[5] > 1, "it neither counts nor waits"
+
+
+@pytest.mark.spec("PRO-04", "PRO-06")
+@pytest.mark.xfail(strict=True, reason="held_until_us moves back with the clock, so what waits is not looked at")
+def test_what_waits_is_found_for_its_whole_period_also_where_the_clock_went_back_meanwhile(tmp_path: Path) -> None:
+    with opened(f"sqlite:///{tmp_path / 'keyfold.db'}") as profiles:
+        profiles.count(event("a", 1, [OFFER, 5, 1, "a.example"]))
+        profiles.clock.advance(-DAY / 2)
+        profiles.count(event("other", 1, [OFFER, 6, 1, "a.example"], time=NOW - DAY // 2))
+        profiles.clock.advance(5 * DAY + 3600)  # of its five days, not half a one is over the period
+        profiles.count(event("b", 1, [OFFER, 5, 1, "b.example"]))
+        assert profiles.values(1) == {5: 2.0}
+
+
+@pytest.mark.spec("PRO-02")
+@pytest.mark.xfail(strict=True, reason="a repeat in the batch of a refused event is told that it was counted before")
+def test_the_repeat_of_an_event_that_is_refused_in_the_same_batch_is_not_called_a_duplicate(tmp_path: Path) -> None:
+    with opened(f"sqlite:///{tmp_path / 'keyfold.db'}") as profiles:
+        profiles.count(event("full", 1, [EXACT, 5, 2**64 - 1]), log="order")
+        one = event("one more", 1, [EXACT, 5, 1])
+        assert profiles.statuses(one, one, {**one, "said": "otherwise"}, log="order") == ["refused"] * 3
