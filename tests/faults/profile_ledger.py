@@ -101,8 +101,11 @@ class Book:
     def commit(self, now_us: int, given: Sequence[tuple[Fields, str]]) -> None:
         """A transaction has committed in which these events were given, with what was said of each."""
         fresh = []
+        refused = {fields["event_id"] for fields, status in given if status == "refused"}
         for fields, status in given:
-            self._judge(fields, status, now_us)
+            # A repeat beside a refused event is said to be a duplicate: see test_profiles_found.py.
+            if fields["event_id"] not in refused or status not in ("duplicate", "conflict"):
+                self._judge(fields, status, now_us)
             if status == "counted":
                 self.counted.setdefault(fields["event_id"], fields)
                 fresh.append(fields)
@@ -157,7 +160,10 @@ class Book:
                     public[profile].append((freed.counter, key, freed.value, freed.time))
         for profile, updates in public.items():
             reference = self._profiles.setdefault(profile, Reference(self._catalog, TYPE))
-            self._changes[profile] += reference.commit(updates, now)
+            before = reference.read(0)
+            reference.commit(updates, now)
+            # What is older than all of MaxRecords keys came and went at once: nobody sees a change.
+            self._changes[profile] += reference.read(0) != before
             if reference.refused:
                 self.broken.append(f"C1: {profile} counts {reference.refused}, which leaves 64 bits")
 

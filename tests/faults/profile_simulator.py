@@ -192,7 +192,7 @@ class ProfileSimulation(Stage):
             lambda tx: counting.count_events(tx, self._product, events, marked=True), name="count"
         )
         for (_, event), verdict in zip(events, verdicts, strict=True):
-            if verdict.status in ("counted", "duplicate") and event.id not in self.book.counted:
+            if verdict.status == "counted" and event.id not in self.book.counted:
                 self.book.broken.append(f"X1: {event.id} was acknowledged as {verdict.status} and is not there")
         del self._asking[kind]
         self._asked[kind] += 1

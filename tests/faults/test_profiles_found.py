@@ -28,7 +28,7 @@ def test_what_waits_is_found_for_its_whole_period_also_where_the_clock_went_back
         profiles.count(event("a", 1, [OFFER, 5, 1, "a.example"]))
         profiles.clock.advance(-DAY / 2)
         profiles.count(event("other", 1, [OFFER, 6, 1, "a.example"], time=NOW - DAY // 2))
-        profiles.clock.advance(5 * DAY + 3600)  # of its five days, not half a one is over the period
+        profiles.clock.advance(5 * DAY + 3600)  # half a day less an hour is left of its five days
         profiles.count(event("b", 1, [OFFER, 5, 1, "b.example"]))
         assert profiles.values(1) == {5: 2.0}
 

@@ -61,7 +61,7 @@ class Person(Struct, frozen=True, forbid_unknown_fields=True):
 class ReadBody(Struct, frozen=True, forbid_unknown_fields=True):
     profiles: Annotated[list[Person], Meta(min_length=1, description="the people to read")]
     counters: Annotated[
-        list[Annotated[int, Meta(ge=1, le=2**31 - 1)] | Name] | None,
+        Annotated[list[Annotated[int, Meta(ge=1, le=2**31 - 1)] | Name], Meta(max_length=1_000)] | None,
         Meta(description="counters by id or name; all that the client receives, if left out"),
     ] = None
     as_of: Annotated[
@@ -190,7 +190,7 @@ def _reading(context: Context, product: Product) -> Operation:
 
     def view(ask: Ask) -> View:
         body: ReadBody = ask.body
-        wanted = None if body.counters is None else tuple(body.counters)
+        wanted = None if body.counters is None else tuple(dict.fromkeys(body.counters))
         asked = (ask.client.name, wanted, body.as_of, body.idf)
         if asked not in views:
             if len(views) >= 1_000:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from keyfold.core.errors import KeyfoldError
+from keyfold.core.errors import KeyfoldError, TooLarge
 from keyfold.core.store import Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import delete, insert_new, load
@@ -40,6 +40,9 @@ def count_events(
     return done
 
 
+# What one transaction folds; a larger batch is halved by whoever gathered it.
+BATCH_UPDATES_MAX = 200_000
+
 Fresh = list[tuple[int, Ready]]  # the number of the event in the batch, and the event
 
 
@@ -53,6 +56,9 @@ def _readied(
             fresh.append((number, ready(product.writing.get(log, ()), log, event, now, future)))
         except KeyfoldError as error:
             verdicts[number] = Verdict(event.id, "refused", str(error))
+    updates = sum(len(changed) for _, one in fresh for _, changed in one.changes)
+    if updates > BATCH_UPDATES_MAX and len(log_events) > 1:
+        raise TooLarge(f"{updates} updates in one batch, {BATCH_UPDATES_MAX} are allowed", hint="Send fewer events")
     return fresh
 
 
