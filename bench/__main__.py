@@ -21,6 +21,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 README = HERE / "README.md"
 NOT_BENCHMARKS = {"__main__", "harness", "machine", "redis_server", "serving", "stores"}
+HEADING = "# Results of the last run"
 ROUNDS = 5
 ROUNDS_MIN = 3
 
@@ -40,6 +41,8 @@ class Report(Struct, frozen=True, kw_only=True):
 def main() -> int:
     options = _options()
     known = benchmarks()
+    # A number is enough: b2 is b2_profile_updates.
+    options.names = [next((each for each in known if each.startswith(f"{name}_")), name) for name in options.names]
     if unknown := [name for name in options.names if name not in known]:
         print(f"There is no benchmark {unknown[0]}. Known: {', '.join(known)}", file=sys.stderr)
         return 2
@@ -54,7 +57,8 @@ def main() -> int:
         for name in options.names or known:
             failed |= not _run(name, known[name], options.rounds, options.quick, machine)
     if options.write or options.only_write:
-        README.write_text("\n".join(readme(kept())) + "\n")
+        introduction = README.read_text().partition(HEADING)[0]
+        README.write_text(introduction + "\n".join(readme(kept())) + "\n")
         print(f"wrote {README}")
     return 1 if failed else 0
 
@@ -178,7 +182,7 @@ def machine_line(machine: Machine) -> str:
 
 
 def readme(reports: list[Report]) -> Iterator[str]:
-    yield "# Results of the last run"
+    yield HEADING
     yield ""
     yield "Written by `python -m bench --write`; goals are those of the project's performance table. A ratio inside one"
     yield "run counts; an absolute number is only as good as the machine, which was shared while this ran. Nothing in"

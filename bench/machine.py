@@ -11,7 +11,23 @@ from pathlib import Path
 
 from msgspec import Struct
 
-PACKAGES = ("sqlalchemy", "psycopg", "confluent-kafka", "msgspec", "falcon", "granian", "uvloop", "pysqlite3")
+PACKAGES = (
+    "sqlalchemy",
+    "psycopg",
+    "confluent-kafka",
+    "msgspec",
+    "falcon",
+    "granian",
+    "uvloop",
+    "pysqlite3",
+    "numpy",
+    "numba",
+    "protobuf",
+    "fastapi",
+    "uvicorn",
+    "redis",
+    "hiredis",
+)
 PROBE_SYNCS = 300
 PROBE_BYTES = 4096
 
