@@ -1,6 +1,6 @@
 """The rules of profiles, pure: what an event must be, what holds an owned update back, and what releases it."""
 
-import hashlib
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -131,9 +131,11 @@ def rows_of(event: Ready) -> Iterator[Row]:
 
 
 def fingerprint(fields: Mapping[str, Any]) -> int:
-    """64 bits of what an event says, whatever the order of its fields: the same id must say the same."""
-    encoded = msgspec.json.encode(fields, order="sorted")
-    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "big", signed=True)
+    """CRC-32 of what an event says, whatever the order of its fields: it tells a repeat from a conflict.
+
+    Neither is counted, so a collision can only call a conflict a repeat.
+    """
+    return zlib.crc32(msgspec.json.encode(fields, order="sorted"))
 
 
 class Settled(Struct):
