@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from keyfold.core import deadletters
-from keyfold.core.errors import Conflict
+from keyfold.core.errors import Conflict, SettingsWrong
 from keyfold.core.store import Transaction
 from keyfold.core.workers import consumer_named
 from keyfold.counters.errors import CatalogWrong
@@ -27,7 +27,7 @@ from keyfold.profiles.settings import ClientView
 from keyfold.profiles.tables import EVENT_MARKS, HELD_UPDATES, PROFILES
 from keyfold.profiles.worker import Sweep
 from tests.product import message, put, read_all
-from tests.profiles import DAY, NOW, OFFER, OFFER_TIME, PUBLIC, UNRESTRICTED, Profiles, event, opened
+from tests.profiles import DAY, EXAMPLE, NOW, OFFER, OFFER_TIME, PUBLIC, UNRESTRICTED, Profiles, event, opened
 
 EXACT = 602  # an exact sum beside OFFER
 
@@ -82,7 +82,8 @@ def test_an_event_older_than_the_window_is_late_and_a_mark_outlives_its_event_s_
         assert profiles.statuses(event("older", 1, [OFFER, 1], time=edge - 1)) == ["late"]
         profiles.clock.advance(DAY)
         swept(sweep)
-        assert profiles.statuses(event("edge", 1, [OFFER, 1], time=edge)) == ["late"], "never counted a second time"
+        assert profiles.statuses(event("edge", 1, [OFFER, 1], time=edge)) == ["duplicate"], "its mark is still there"
+        assert profiles.statuses(event("other", 1, [OFFER, 1], time=edge)) == ["late"]
         assert rows_of(profiles, EVENT_MARKS) == 2, "marks are kept a day longer than events are taken"
         profiles.clock.advance(DAY)
         swept(sweep)
@@ -535,8 +536,6 @@ def test_a_profile_that_waits_for_a_second_source_is_not_swept(profiles: Profile
 def test_a_catalog_that_changes_the_kind_of_a_counter_is_refused_before_anything_is_counted(
     store_url: str, tmp_path: Path
 ) -> None:
-    from tests.profiles import EXAMPLE
-
     with opened(store_url) as profiles:
         profiles.count(event("1", 1, [OFFER, 5]))
     text = EXAMPLE.read_text()
@@ -552,8 +551,6 @@ def test_a_catalog_that_changes_the_kind_of_a_counter_is_refused_before_anything
 
 @pytest.mark.spec("CNT-13", "CNT-19")
 def test_a_counter_that_left_the_catalog_is_not_answered_and_not_destroyed(store_url: str, tmp_path: Path) -> None:
-    from tests.profiles import EXAMPLE
-
     with opened(store_url) as profiles:
         profiles.count(event("1", 1, [OFFER, 5], [EXACT, 5, 3]), log="order")
     text = EXAMPLE.read_text()
@@ -565,3 +562,158 @@ def test_a_counter_that_left_the_catalog_is_not_answered_and_not_destroyed(store
         assert EXACT not in [each for pack in profiles.read(1).packs for each in pack.counter_ids]
     with opened(store_url) as profiles:
         assert profiles.values(1, counter=EXACT)[5] == 3
+
+
+# What a review found --------------------------------------------------------------------------------------------------
+
+
+def with_changed_catalog(tmp_path: Path, name: str, old: str, new: str) -> str:
+    """A catalog beside the example, with one change."""
+    text = EXAMPLE.read_text()
+    assert old in text
+    (tmp_path / f"{name}.proto").write_text(text.replace(old, new))
+    return str(tmp_path / f"{name}.proto")
+
+
+def without_counter(tmp_path: Path, name: str, following: str) -> str:
+    """The example without one counter: everything from its name to the next one's."""
+    text = EXAMPLE.read_text()
+    start, end = text.index(f"  {name} = "), text.index(f"  {following} = ")
+    (tmp_path / "without.proto").write_text(text[:start] + text[end:])
+    return str(tmp_path / "without.proto")
+
+
+@pytest.mark.spec("PRO-02")
+def test_a_repeat_of_a_refused_event_in_one_batch_is_refused_too(profiles: Profiles) -> None:
+    large = 2**64 - 1
+    profiles.count(event("first", 1, [EXACT, 1, large]), log="order")
+    one = event("o1", 1, [EXACT, 1, 1])
+    assert profiles.statuses(one, one, event("o1", 1, [EXACT, 2, 1]), log="order") == ["refused"] * 3
+    assert profiles.statuses(event("o1", 1, [EXACT, 2, 1]), log="order") == ["counted"], "it may come again, mended"
+
+
+@pytest.mark.spec("PRO-02")
+def test_a_handler_that_changes_its_event_does_not_change_its_fingerprint(profiles: Profiles) -> None:
+    one = event("e1", 1, [OFFER, 1])
+    sent = msgspec.json.decode(msgspec.json.encode(one))
+    profiles.count(one)
+    one["updates"].append([OFFER, 2])
+    assert profiles.statuses(sent) == ["duplicate"]
+
+
+@pytest.mark.spec("CNT-07", "CNT-19")
+def test_a_sweep_judges_by_the_catalog_of_today_and_leaves_what_it_does_not_know(
+    store_url: str, tmp_path: Path
+) -> None:
+    with opened(store_url) as profiles:
+        profiles.count(event("1", 1, [OFFER, 5]), event("2", 2, [630, 5], [OFFER, 5]), log="order")
+    longer = with_changed_catalog(tmp_path, "longer", "MaxRecords: 30 ExpireDays: 60", "MaxRecords: 30 ExpireDays: 600")
+    with opened(store_url, catalog=longer) as profiles:
+        profiles.clock.advance(70 * DAY)
+        swept(Sweep(profiles.context, profiles.product))
+        assert profiles.values(1) == {5: 1.0}
+    with opened(
+        store_url, catalog=without_counter(tmp_path, "CI_ORDERS_BY_PAGE_TOTAL", "CI_BANNER_PAGE_CLICK_COUNT")
+    ) as p:
+        p.count(event("3", 2, [OFFER, 6]))
+        p.clock.advance(70 * DAY)
+        swept(Sweep(p.context, p.product))
+    with opened(store_url) as profiles:
+        assert profiles.values(2, counter=630) == {5: 1.0}
+
+
+@pytest.mark.spec("PRO-04", "PRO-07", "CNT-19")
+def test_held_back_updates_of_a_counter_that_left_the_catalog_disturb_nobody(store_url: str, tmp_path: Path) -> None:
+    with opened(store_url) as profiles:
+        profiles.count(event("1", 1, [EXACT, 5, 7, A]), event("2", 2, [EXACT, 5, 7, B]), log="order")
+    less = without_counter(tmp_path, "CI_OFFER_ORDERS_EXACT", "CI_OFFER_INTEREST_TIME")
+    with opened(store_url, catalog=less) as profiles:
+        assert profiles.statuses(event("3", 1, [OFFER, 5])) == ["counted"]
+        assert profiles.values(1, 2) == {5: 1.0}
+    with opened(store_url) as profiles:
+        assert profiles.values(1, 2, counter=EXACT)[5] == 14
+
+
+@pytest.mark.spec("PRO-05", "PRO-07")
+def test_the_public_key_of_one_id_does_not_release_what_another_id_waits_with(profiles: Profiles) -> None:
+    profiles.count(event("1", 1, [OFFER, 5, 3.0, A]), event("2", 2, [OFFER, 5, 0.5]))
+    assert profiles.values(1, 2) == {5: 0.5}
+
+
+@pytest.mark.spec("PRO-07")
+def test_exact_sums_that_leave_64_bits_in_a_merge_stay_at_the_largest(profiles: Profiles) -> None:
+    profiles.count(event("1", 1, [EXACT, 5, 2**63]), event("2", 2, [EXACT, 5, 2**63]), log="order")
+    assert profiles.values(1, 2, counter=EXACT) == {5: 2**64 - 1}
+
+
+@pytest.mark.spec("PRO-04", "PRO-06")
+def test_a_flood_of_one_owner_is_settled_quickly_and_within_the_cap(profiles: Profiles) -> None:
+    flood = [event(f"f{n:05}", 1, [OFFER, 5, 1, A], time=NOW - n) for n in range(5_000)]
+    profiles.count(*flood)
+    assert rows_of(profiles, HELD_UPDATES) == 600
+    profiles.count(event("last", 1, [OFFER, 5, 1, B]))
+    assert profiles.values(1)[5] == pytest.approx(601, rel=0.01)
+
+
+@pytest.mark.spec("PRO-12")
+def test_one_event_that_cannot_be_kept_fails_no_other(profiles: Profiles) -> None:
+    long_id = "ж" * 200
+    assert profiles.statuses(event("1", long_id, [OFFER, 5]), event("2", long_id, [OFFER, 6, 1, A])) == ["counted"] * 2
+
+    def spoil(tx: Transaction) -> None:
+        tx.execute(sa.update(PROFILES).where(PROFILES.c.profile_id == "9").values(body=b"\x1a\x05\x0a\x03abc"))
+
+    profiles.count(event("3", 9, [OFFER, 5]))
+    profiles.context.store.transact(spoil)
+    assert profiles.statuses(event("4", 9, [OFFER, 5, 1, A]), event("5", 9, [OFFER, 5]), event("6", 8, [OFFER, 5])) == [
+        "refused",
+        "refused",
+        "counted",
+    ]
+
+
+@pytest.mark.spec("PRO-12", "PRO-06")
+def test_what_is_released_does_not_make_a_profile_larger_than_it_may_be(store_url: str) -> None:
+    with opened(store_url, profile_bytes_max=1000) as profiles:
+        lone = [event(f"l{n}", 1, [630, 2**63 + n]) for n in range(40)]
+        waits = event("w", 1, *[[OFFER, 2**63 + n, 1, A] for n in range(30)])
+        profiles.count(waits)
+        profiles.count(*lone, log="order")
+        profiles.statuses(event("x", 1, *[[OFFER, 2**63 + n, 1, B] for n in range(30)]))
+        size = profiles.context.store.read(
+            lambda tx: tx.execute(sa.select(sa.func.length(PROFILES.c.body))).scalar_one()
+        )
+        assert size <= 1000
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"by_position": ["visitt"]},
+        {"topics": {"visitt": "x"}},
+        {"topics": {"visit": "profiles"}},
+        {"clients": {"ads": {"counters": ["CI_TYPO"]}}},
+        {"clients": {"ads": {"types": ["usr"]}}},
+        {"clients": {"ads": {"restrictions": ["UR_TYPO"]}}},
+        {"limits__message_bytes_max": 300_000},
+        {"limits__key_bytes_max": 100},
+    ],
+)
+def test_settings_that_name_what_is_not_there_are_refused_at_the_start(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingsWrong), opened(f"sqlite:///{tmp_path / 'wrong.db'}", **wrong):
+        pass
+
+
+@pytest.mark.spec("CNT-03")
+def test_the_kind_of_a_counter_is_free_until_something_of_it_is_stored(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'free.db'}"
+    with opened(url) as profiles:
+        profiles.read(1)
+    other = with_changed_catalog(tmp_path, "other", "DecayFactor: 0.1\n", "DecayFactor: 0.2\n")
+    text = Path(other).read_text()
+    start = text.index("CI_OFFER_INTEREST_COUNT = 600")
+    Path(other).write_text(text[:start] + text[start:].replace("VF_FLOAT", "VF_DOUBLE", 1))
+    with opened(url, catalog=other) as profiles:
+        profiles.count(event("1", 1, [OFFER, 5]))
+    with pytest.raises(CatalogWrong, match="use a new id"), opened(url):
+        pass

@@ -4,8 +4,8 @@ import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tests.faults import disk, scenario
-from tests.faults.killsweep import broken_in, look
+from tests.faults import disk
+from tests.faults.killsweep import TALLY, WritePath
 from tests.faults.nursery import Desk, Nursery
 from tests.faults.scenario import Order
 
@@ -18,27 +18,28 @@ class State(NamedTuple):
     broken: list[str]
 
 
-def record(nursery: Nursery, desk: Desk, *, plant: str = "") -> list[disk.Operation]:
+def record(nursery: Nursery, desk: Desk, *, plant: str = "", path: WritePath = TALLY) -> list[disk.Operation]:
     trace = desk.path.parent / "trace"
     desk.clear()
-    run = nursery.run(Order(desk.url, plant=plant), disk.recording_options(trace))
+    run = nursery.run(Order(desk.url, path.name, plant=plant), disk.recording_options(trace))
     assert run.status == 0, "the scenario fails by itself"
     return disk.recorded(trace, desk.path.parent)
 
 
-def explore(desk: Desk, operations: list[disk.Operation], count: int, seed: int) -> Iterator[State]:
+def explore(
+    desk: Desk, operations: list[disk.Operation], count: int, seed: int, *, path: WritePath = TALLY
+) -> Iterator[State]:
     """Look at that many disks; one of every kind is also run to its end."""
     finished: set[object] = set()
     for crash in disk.crashes(operations, desk.path.name, desk.template, count, random.Random(seed)):
         desk.lay(crash.files)
         told = crash.ack.counts if crash.ack else None
         try:
-            found, verdict = look(desk.path)
-            broken = broken_in(found, verdict, told)
-            if found.fingerprint() not in finished:
-                finished.add(found.fingerprint())
-                scenario.finish(desk.url)
-                broken += broken_in(*look(desk.path), told, at_the_end=True)
+            broken, fingerprint = path.inspect(desk.path, told, False)
+            if fingerprint not in finished:
+                finished.add(fingerprint)
+                path.finish(desk.url)
+                broken = broken + path.inspect(desk.path, told, True).broken
         except Exception as error:
             broken = [f"X1: the store cannot be used: {error!r}"]
         yield State(crash.part, crash.sectors_lost, broken)

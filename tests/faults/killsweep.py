@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +29,21 @@ class Point(NamedTuple):
     part: str
 
 
+class Inspected(NamedTuple):
+    """What a store is like that was left behind: the laws broken; equal fingerprints where the same follows."""
+
+    broken: list[str]
+    fingerprint: object
+
+
+class WritePath(NamedTuple):
+    """A run that is killed: its name for the nursery, how it is finished, and how what it left is inspected."""
+
+    name: str
+    finish: Callable[[str], None]
+    inspect: Callable[[Path, list[int] | None, bool], Inspected]  # what was acknowledged; whether all has run dry
+
+
 class Struck(NamedTuple):
     """A fault at a point, and the laws that were broken after it."""
 
@@ -36,12 +51,46 @@ class Struck(NamedTuple):
     broken: list[str]
 
 
-def points(nursery: Nursery, desk: Desk, *, plant: str = "") -> list[Point]:
+def soundness(path: Path) -> list[str]:
+    """Open a store that was left behind, as SQLite recovers it: whether the file is sound."""
+    connection = sqlite.connect(path)
+    try:
+        verdict = connection.execute("PRAGMA integrity_check").fetchone()[0]
+        return [] if verdict == "ok" else [f"X1: the file is not sound: {verdict}"]
+    finally:
+        connection.close()
+
+
+def shrunk(there: list[int], told: list[int] | None) -> list[str]:
+    """X1: less is there than was acknowledged."""
+    if told and any(now < then for now, then in zip(there, told, strict=True)):
+        return [f"X1: {told} was acknowledged, {there} is there"]
+    return []
+
+
+def _inspect_tallies(path: Path, counts: list[int] | None, at_the_end: bool) -> Inspected:
+    broken = soundness(path)
+    connection = sqlite.connect(path)
+    try:
+        found = Ledger(connection.execute)
+    finally:
+        connection.close()
+    broken += ledger.broken_now(found)
+    broken += ledger.torn(found, [{(each.key, each.version) for each in batch} for batch in scenario.messages()])
+    broken += shrunk(found.counts(), counts)
+    broken += ledger.broken_at_the_end(found, scenario.payloads()) if at_the_end else []
+    return Inspected(broken, found.fingerprint())
+
+
+TALLY = WritePath("tally", scenario.finish, _inspect_tallies)
+
+
+def points(nursery: Nursery, desk: Desk, *, plant: str = "", path: WritePath = TALLY) -> list[Point]:
     """Every point of the scenario's writing, counted in a run that lives."""
     trace = desk.path.parent / "trace"
     desk.clear()
     options = ["-y", "-s", "1000", "-o", str(trace), "-e", f"trace=write,{','.join(KINDS)}"]
-    run = nursery.run(Order(desk.url, plant=plant), options)
+    run = nursery.run(Order(desk.url, path.name, plant=plant), options)
     assert run.status == 0, "the scenario fails by itself"
     calls: Counter[str] = Counter()
     found = []
@@ -56,63 +105,47 @@ def points(nursery: Nursery, desk: Desk, *, plant: str = "") -> list[Point]:
     return sorted(found)
 
 
-def sweep(nursery: Nursery, desk: Desk, chosen: Iterable[Point], *, plant: str = "") -> Iterator[Struck]:
+def sweep(
+    nursery: Nursery, desk: Desk, chosen: Iterable[Point], *, plant: str = "", path: WritePath = TALLY
+) -> Iterator[Struck]:
     """Kill at each point, look, run to the end without a fault, and look again."""
     for point in chosen:
-        run, _ = _run(nursery, desk, point, "signal=SIGKILL", plant)
+        run, _ = _run(nursery, desk, point, "signal=SIGKILL", path, plant)
         assert run.status == KILLED, f"the kill at {point} never happened: the run ended with {run.status}"
-        yield Struck(point, broken_after(desk, run))
+        yield Struck(point, broken_after(desk, run, path))
 
 
-def sweep_errors(nursery: Nursery, desk: Desk, chosen: Iterable[tuple[Point, str]]) -> Iterator[Struck]:
+def sweep_errors(
+    nursery: Nursery, desk: Desk, chosen: Iterable[tuple[Point, str]], *, path: WritePath = TALLY
+) -> Iterator[Struck]:
     """Let the call at each point fail with an error. The run copes with it, or ends by saying what is wrong."""
     for point, error in chosen:
-        run, has_struck = _run(nursery, desk, point, f"error={error}")
+        run, has_struck = _run(nursery, desk, point, f"error={error}", path)
         assert has_struck, f"{error} at {point} never happened: the run ended with {run.status}"
         if run.status == 0 or (run.status == scenario.FAILED and run.refusal):
-            yield Struck(point, broken_after(desk, run))
+            yield Struck(point, broken_after(desk, run, path))
         else:
             yield Struck(point, [f"{error} ended the run with {run.status} and no word of ours"])
 
 
-def _run(nursery: Nursery, desk: Desk, point: Point, effect: str, plant: str = "") -> tuple[Run, bool]:
+def _run(nursery: Nursery, desk: Desk, point: Point, effect: str, path: WritePath, plant: str = "") -> tuple[Run, bool]:
     """A run with an effect at one point, and whether strace says that it had it."""
     desk.clear()
     trace = desk.path.parent / "trace"
     inject = f"inject={point.kind}:{effect}:when={point.number}"
     options = ["-o", str(trace), "-e", f"trace={point.kind}", "-e", inject, *_paths(desk)]
-    run = nursery.run(Order(desk.url, plant=plant), options)
+    run = nursery.run(Order(desk.url, path.name, plant=plant), options)
     return run, "INJECTED" in trace.read_text()
 
 
-def broken_after(desk: Desk, run: Run) -> list[str]:
+def broken_after(desk: Desk, run: Run, path: WritePath) -> list[str]:
     """The laws broken by a store that a dead run left, as it is and when everything has run dry."""
     try:
-        broken = broken_in(*look(desk.path), run.counts)
-        scenario.finish(desk.url)
-        return broken + broken_in(*look(desk.path), run.counts, at_the_end=True)
+        broken = path.inspect(desk.path, run.counts, False).broken
+        path.finish(desk.url)
+        return broken + path.inspect(desk.path, run.counts, True).broken
     except Exception as error:
         return [f"X1: the store cannot be used: {error!r}"]
-
-
-def look(path: Path) -> tuple[Ledger, str]:
-    """Open a store that was left behind, as SQLite recovers it: what it holds, and whether the file is sound."""
-    connection = sqlite.connect(path)
-    try:
-        verdict = connection.execute("PRAGMA integrity_check").fetchone()[0]
-        return Ledger(connection.execute), verdict
-    finally:
-        connection.close()
-
-
-def broken_in(found: Ledger, verdict: str, counts: list[int] | None, *, at_the_end: bool = False) -> list[str]:
-    """The laws broken in a store that had acknowledged so much."""
-    broken = [] if verdict == "ok" else [f"X1: the file is not sound: {verdict}"]
-    broken += ledger.broken_now(found)
-    broken += ledger.torn(found, [{(each.key, each.version) for each in batch} for batch in scenario.messages()])
-    if counts and any(there < told for there, told in zip(found.counts(), counts, strict=True)):
-        broken.append(f"X1: {counts} was acknowledged, {found.counts()} is there")
-    return broken + (ledger.broken_at_the_end(found, scenario.payloads()) if at_the_end else [])
 
 
 def _paths(desk: Desk) -> list[str]:

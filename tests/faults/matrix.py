@@ -11,13 +11,15 @@ import pytest
 
 from tests.faults.effort import LONG, rotation
 
-PARTS = ("ground", "tally")
+PARTS = ("ground", "tally", "profiles")
+# What profiles only meet through the ground.
+WITHOUT_PROFILES = ("ground", "tally")
 
 # Every cell that the run must hit; test_matrix.py keeps this table and the tests alike.
 FAULTS = {
     "killed at a system call": PARTS,
     "power lost": PARTS,
-    "server killed": PARTS,
+    "server killed": WITHOUT_PROFILES,
     "answer to COMMIT lost": PARTS,
     "COMMIT never arrived": PARTS,
     "disk full": PARTS,
@@ -28,7 +30,8 @@ FAULTS = {
     "acknowledgement lost": PARTS,
     "holder paused past its lease": PARTS,
     "poison message": PARTS,
-    "told to stop": PARTS,
+    "told to stop": WITHOUT_PROFILES,
+    "clock jumped": ("profiles",),
     "planted bug": PARTS,
 }
 

@@ -93,7 +93,7 @@ class Book:
         self._changes: Counter[str] = Counter()
         self._watermark = 0
         self.counted: dict[str, Fields] = {}
-        self.refused: set[str] = set()  # rightly, and those that are late
+        self.refused: set[str] = set()  # or late
         self.broken: list[str] = []
 
     # What happens -----------------------------------------------------------------------------------------------------
@@ -101,11 +101,8 @@ class Book:
     def commit(self, now_us: int, given: Sequence[tuple[Fields, str]]) -> None:
         """A transaction has committed in which these events were given, with what was said of each."""
         fresh = []
-        refused = {fields["event_id"] for fields, status in given if status == "refused"}
         for fields, status in given:
-            # A repeat beside a refused event is said to be a duplicate: see test_profiles_found.py.
-            if fields["event_id"] not in refused or status not in ("duplicate", "conflict"):
-                self._judge(fields, status, now_us)
+            self._judge(fields, status, now_us)
             if status == "counted":
                 self.counted.setdefault(fields["event_id"], fields)
                 fresh.append(fields)
@@ -125,19 +122,17 @@ class Book:
         return too_far or any(value >= 2**63 for _, _, value, _ in updates_of(fields))
 
     def _judge(self, fields: Fields, status: str, now_us: int) -> None:
+        """Behind the watermark a repeat is known as such only while its mark is there."""
         known = self.counted.get(fields["event_id"])
+        right = [] if known is None else ["duplicate" if known == fields else "conflict"]
         if fields["time"] < self._watermark:
-            right = "late"
+            right.append("late")
         elif known is None:
-            right = "counted"
-        else:
-            right = "duplicate" if known == fields else "conflict"
-        if right == "late" or (status == "refused" and self.may_be_refused(fields, now_us)):
+            right = ["counted", "refused"] if self.may_be_refused(fields, now_us) else ["counted"]
+        if status not in right:
+            self.broken.append(f"X2: {fields['event_id']} is said to be {status}, it is {right[0]}")
+        if status in ("late", "refused"):
             self.refused.add(fields["event_id"])
-        if status == "refused" and self.may_be_refused(fields, now_us):
-            return
-        if status != right:
-            self.broken.append(f"X2: {fields['event_id']} is said to be {status}, it is {right}")
 
     def _fold(self, events: Sequence[Fields], now_us: int) -> None:
         """Step by step, as if each update came alone; what became public is one batch of its profile."""
@@ -209,7 +204,10 @@ class Book:
     def look(self, tx: Transaction) -> Found:
         return Found(tx, self._product, {fields["profile_id"] for fields in self.counted.values()})
 
-    def compare(self, found: Found) -> list[str]:
+    def compare(self, found: Found, *, batches_known: bool = True) -> list[str]:
+        """The laws that what was found breaks. Who does not know how events were gathered cannot count the changes."""
+        if not batches_known:
+            self._changes = Counter({each: len(found.messages[each]) for each in found.ids})
         broken = self._marks(found) + self._held(found)
         for each in found.ids:
             broken += self._published(each, found) + self._values(each, found.read[each], found.now_us // 1_000_000)

@@ -52,9 +52,10 @@ class Ack(Struct, frozen=True):
 
 
 class Order(Struct, frozen=True):
-    """What the nursery is asked to run: on which store, from which worker, with which planted bug."""
+    """What the nursery is asked to run: on which store, which scenario, from which worker, with which planted bug."""
 
     url: str
+    scenario: str = "tally"  # or "profiles"
     worker: str = "w1"
     plant: str = ""
 
@@ -171,12 +172,16 @@ def _be_child(order: Order) -> None:
     # Where only ancestors may trace (Yama), let anybody: strace is a sibling.
     ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANYBODY, 0, 0, 0)
     if order.plant:
-        from tests.faults import plants
+        from tests.faults import plants, profile_plants
 
-        plants.BY_NAME[order.plant].plant()
+        assert profile_plants  # they stand among the others
+        plants.named(order.plant).plant()
     _say(b"pid %d" % os.getpid())
     _read_line()
-    run(order, lambda ack: _say(b"ack " + msgspec.json.encode(ack)))
+    from tests.faults import profile_scenario
+
+    play = {"tally": run, "profiles": profile_scenario.run}[order.scenario]
+    play(order, lambda ack: _say(b"ack " + msgspec.json.encode(ack)))
 
 
 def _live(order: Order) -> NoReturn:
@@ -205,9 +210,12 @@ def _read_line() -> bytes:
 
 
 def _nurse() -> None:
-    import keyfold.core.store.sqlite  # opened in a child, it would be imported there, between the counted calls
+    # Opened in a child, these would be imported there, between the counted calls.
+    import keyfold.core.store.sqlite
+    from tests.faults import profile_scenario
 
     assert keyfold.core.store.sqlite
+    profile_scenario.warm_up()
     os.dup2(1, VOICE)
     os.dup2(2, 1)  # logs must not be taken for acknowledgements
     sa.event.listen(sa.Engine, "connect", _checkpoint_often)

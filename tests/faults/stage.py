@@ -74,8 +74,9 @@ class SteppedStore(Store):
 class OutsideTopic:
     """A topic outside the store, as the relay and a consumer see a broker; it may lose acknowledgements."""
 
-    def __init__(self, name: str, part: str, stage: "Stage") -> None:
+    def __init__(self, name: str, part: str, stage: "Stage", *, losing: float = 0.3) -> None:
         self.name = name
+        self._losing = losing  # how often some of what was sent, or its acknowledgement, is lost
         self._part = part
         self.partitions = PARTITIONS
         self.logs: dict[int, list[Message]] = {partition: [] for partition in range(PARTITIONS)}
@@ -89,7 +90,7 @@ class OutsideTopic:
         self._stage.pause(f"before sending to {self.name}")
         log, chance = self.logs[partition], self._stage.chance
         taken, acknowledged = len(pending), len(pending)
-        if self._stage.faulty and chance.random() < 0.3:
+        if self._stage.faulty and chance.random() < self._losing:
             taken = chance.randint(0, len(pending))
             acknowledged = chance.randint(0, taken)
         positions = []

@@ -11,15 +11,27 @@ import sqlalchemy as sa
 
 from keyfold.core.context import Context
 from keyfold.core.errors import DataRefused
-from tests.faults import crashstates, killsweep, lostcommit, plants, smalldisk, writers
+from tests.faults import (
+    crashstates,
+    killsweep,
+    lostcommit,
+    plants,
+    profile_plants,
+    profile_simulator,
+    smalldisk,
+    writers,
+)
 from tests.faults.effort import LONG, TIMEOUT_SECONDS, rotation, seed
 from tests.faults.lostcommit import through
 from tests.faults.matrix import Hit
 from tests.faults.nursery import Desk, Nursery
 from tests.faults.pgproxy import Cut
 from tests.faults.plants import PLANTS, Plant
+from tests.faults.profile_scenario import PROFILES
+from tests.faults.profile_writers import busy_profile
 from tests.faults.simulator import simulate
 from tests.faults.stage import Violated
+from tests.profiles import opened as opened_profiles
 from tests.servers.postgres import PostgresServer
 
 pytestmark = pytest.mark.timeout(TIMEOUT_SECONDS)
@@ -28,9 +40,12 @@ SEEDS_MAX = 100
 STATES_MAX = 300
 POINTS_MAX = 300
 # A law, or the store or the decoder that refuses what is wrong; anything else is a plant that does not fit.
-CAUGHT = re.compile(r"seed \d+: ([XGN]\d: |DataRefused: |DecodeError: )")
+CAUGHT = re.compile(r"seed \d+: ([XGNC]\d: |DataRefused: |DecodeError: )")
 # In `make test` every second plant of each harness, today's half or the other; all of them in `make faults`.
 HALVES = 2
+
+
+Simulate = Callable[[int, Path, Path], object]
 
 
 def rotating(harness: str) -> pytest.MarkDecorator:
@@ -49,16 +64,26 @@ def is_used(uses: int) -> None:
 
 @rotating("simulator")
 def test_the_simulator_catches_this_bug(plant: Plant, template: Path, fast_path: Path, hit: Hit) -> None:
+    _must_be_caught(plant, simulate, template, fast_path)
+    hit(plant.part)
+
+
+@rotating(profile_plants.SIMULATOR)
+def test_the_simulator_of_profiles_catches_this_bug(plant: Plant, template: Path, fast_path: Path, hit: Hit) -> None:
+    _must_be_caught(plant, profile_simulator.simulate, template, fast_path)
+    hit(plant.part)
+
+
+def _must_be_caught(plant: Plant, simulate: Simulate, template: Path, fast_path: Path) -> None:
     with plant.planted() as plot:
-        caught = _first_violation(range(first := seed(), first + SEEDS_MAX), template, fast_path)
+        caught = _first_violation(simulate, range(first := seed(), first + SEEDS_MAX), template, fast_path)
     is_used(plot.uses)
     assert caught, f"{SEEDS_MAX} seeds from {first} obeyed every law"
     assert CAUGHT.search(caught), f"this is a fault of the plant, not of what it mutilates: {caught}"
     print(caught)
-    hit(plant.part)
 
 
-def _first_violation(seeds: range, template: Path, fast_path: Path) -> str:
+def _first_violation(simulate: Simulate, seeds: range, template: Path, fast_path: Path) -> str:
     for number in seeds:
         try:
             simulate(number, template, fast_path)
@@ -74,6 +99,18 @@ def test_the_kill_sweep_catches_this_bug(plant: Plant, nursery: Nursery, desk: D
     struck = killsweep.sweep(nursery, desk, chosen, plant=plant.name)
     caught = next((each for each in struck if each.broken), None)
     assert caught, f"{POINTS_MAX} kills obeyed every law"
+    print(caught)
+    hit(plant.part)
+
+
+@rotating(profile_plants.KILLS)
+def test_the_kill_sweep_of_profiles_catches_this_bug(plant: Plant, nursery: Nursery, desk: Desk, hit: Hit) -> None:
+    every = killsweep.points(nursery, desk, plant=plant.name, path=PROFILES)
+    own = [point for point in every if point.part == "profiles"]
+    random.Random(seed()).shuffle(own)
+    struck = killsweep.sweep(nursery, desk, own, plant=plant.name, path=PROFILES)
+    caught = next((each for each in struck if each.broken), None)
+    assert caught, f"{len(own)} kills obeyed every law"
     print(caught)
     hit(plant.part)
 
@@ -124,6 +161,19 @@ def test_writers_at_once_catch_this_bug(plant: Plant, postgres_url: str, hit: Hi
     hit(plant.part)
 
 
+@rotating(profile_plants.WRITERS)
+def test_workers_at_once_on_one_profile_catch_this_bug(plant: Plant, postgres_url: str, hit: Hit) -> None:
+    with opened_profiles(postgres_url, kernel="numpy") as profiles, plant.planted() as plot:
+        try:
+            caught: object = busy_profile(profiles).broken
+        except DataRefused as refusal:
+            caught = refusal  # two changes of one version, which the outbox takes only once
+    is_used(plot.uses)
+    assert caught
+    print(caught)
+    hit(plant.part)
+
+
 @rotating("lost answers")
 def test_lost_answers_catch_this_bug(
     plant: Plant, postgres_server: PostgresServer, postgres_url: str, hit: Hit
@@ -141,6 +191,7 @@ def test_lost_answers_catch_this_bug(
 
 def test_every_plant_has_a_harness_and_at_least_ten_are_tried_each_time() -> None:
     harnesses = {"simulator", "kill sweep", "crash states", "disk full", "writers", "lost answers"}
+    harnesses |= {profile_plants.SIMULATOR, profile_plants.KILLS, profile_plants.WRITERS}
     assert {plant.harness for plant in plants.PLANTS} == harnesses
     assert set(WRITERS) == {plant.name for plant in PLANTS if plant.harness == "writers"}
     counts = [sum(plant.harness == harness for plant in PLANTS) for harness in harnesses]

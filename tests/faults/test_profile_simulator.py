@@ -1,4 +1,4 @@
-"""Whatever the order of events, crashes, repeats and jumps of the clock: each event counts once, owned data stays so."""
+"""Whatever the order of events, crashes, repeats and jumps of the clock: an event counts once, owned data is held."""
 
 import itertools
 from collections import Counter

@@ -140,6 +140,7 @@ class MutableCounters(Counters):
         must_be_whole(self._profile, catalog)
         self._future_seconds_max = future_seconds_max
         self._changed = False
+        self._live: set[int] = set()  # groups without an expired key: their keys are looked at once, not at each update
         self.bill: dict[int, list[float]] = {}
         self.dropped = 0
 
@@ -147,6 +148,10 @@ class MutableCounters(Counters):
         """Add a value at a time. False: the event is older than the expiry and its key is not live."""
         described = self.catalog[counter]
         must_be_update(described, key, value, time, self.now, self._future_seconds_max)
+        return self.fold(described, key, value, time)
+
+    def fold(self, described: Counter, key: int, value: Number, time: int) -> bool:
+        """Add what was checked before, whatever the catalog now says of who may write it."""
         group = self.catalog.group_of(described.id)
         table = self._table(group)
         if group.time is None:
@@ -159,7 +164,9 @@ class MutableCounters(Counters):
         if latest is None and not is_live(group, time, self.now):
             self.dropped += 1
             return False
-        self._expire(group)
+        if group.id not in self._live:
+            self._expire(group)
+            self._live.add(group.id)
         moved = max(time, latest or 0)
         self._add(described, table, key, value, time, moved, latest)
         if latest is not None and moved > latest:
@@ -170,6 +177,7 @@ class MutableCounters(Counters):
     def cleanup(self, now: int | None = None, enforce_max_records: bool = True) -> None:
         """Forget expired keys, and the oldest above `MaxRecords`."""
         self.now = self.now if now is None else now
+        self._live.clear()
         for group in list(self.groups()):
             table = self._table(group)
             self._expire(group)
@@ -251,8 +259,8 @@ class MutableCounters(Counters):
                 column[key] = max(before, more)
             else:
                 column[key] = before + decayed(more, counter.decay, moved - time)
-                if counter.kind is Kind.FIXED64 and column[key] > UINT64_MAX:
-                    raise CounterOverflow(f"{counter.name} of key {key} leaves 64 bits when these profiles are merged")
+                if counter.kind is Kind.FIXED64:  # a merge is only read: it stays at the largest number
+                    column[key] = min(column[key], UINT64_MAX)
         table.times[key] = moved
         self._changed = True
 

@@ -68,9 +68,7 @@ def must_be_value(counter: Counter, value: Number) -> None:
 def must_be_time(time: int, now: int, future_seconds_max: int = FUTURE_SECONDS_MAX) -> None:
     """Times are unix seconds in 32 bits, and not far ahead of the clock."""
     if not 1 <= time <= TIME_MAX:
-        raise TimeWrong(f"the time {time} is not unix seconds between 1 and {TIME_MAX}")
+        hint = "Times are unix seconds, not milliseconds" if time > TIME_MAX else None
+        raise TimeWrong(f"the time {time!s:.30} is not unix seconds between 1 and {TIME_MAX}", hint=hint)
     if time > now + future_seconds_max:
-        raise TimeWrong(
-            f"the time {time} is {time - now} seconds ahead of now, {future_seconds_max} are allowed",
-            hint="Times are unix seconds, not milliseconds",
-        )
+        raise TimeWrong(f"the time {time} is {time - now} seconds ahead of now, {future_seconds_max} are allowed")

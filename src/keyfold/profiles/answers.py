@@ -1,23 +1,22 @@
 """Profiles as they are answered: the fields of the message `Profile`, in JSON or as protobuf."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
 from keyfold.counters import messages_pb2 as messages
 from keyfold.counters.bulk.reading import Pack
-from keyfold.counters.catalog import Kind
-from keyfold.counters.packs import NAMES, fill
+from keyfold.counters.packs import fill
 from keyfold.profiles.service.reading import LeftOut, Read, View
 
 PROTOBUF = "application/x-protobuf"
 
 
-class Values(Struct, frozen=True):
+class Values(Struct, frozen=True, gc=False):
     value: Sequence[float | int]
 
 
-class ValueType(Struct, frozen=True, omit_defaults=True):
+class ValueType(Struct, frozen=True, omit_defaults=True, gc=False):
     """The values of one counter, in the order of the keys; one of the four is there."""
 
     float_values: Values | None = None
@@ -26,7 +25,7 @@ class ValueType(Struct, frozen=True, omit_defaults=True):
     fixed64_values: Values | None = None
 
 
-class CounterPack(Struct, frozen=True):
+class CounterPack(Struct, frozen=True, gc=False):
     """A table: a row for each counter, a column for each key."""
 
     counter_ids: list[int]
@@ -34,7 +33,7 @@ class CounterPack(Struct, frozen=True):
     values: list[ValueType]
 
 
-class Counter(Struct, frozen=True):
+class Counter(Struct, frozen=True, gc=False):
     """The older form, for clients configured as legacy: one counter."""
 
     counter_id: int
@@ -42,12 +41,12 @@ class Counter(Struct, frozen=True):
     values: ValueType
 
 
-class Segment(Struct, frozen=True):
+class Segment(Struct, frozen=True, gc=False):
     id: str
     evaluation_version: int
 
 
-class Profile(Struct, frozen=True):
+class Profile(Struct, frozen=True, gc=False):
     """One person, banner, page, …; of several ids, the type and id of the first, and the sum of the versions."""
 
     type: str
@@ -88,16 +87,28 @@ def _profile(read: Read, legacy: bool) -> Profile:
     if legacy:
         older = [counter for pack in read.packs for counter in _older(pack)]
         return Profile(read.key[0], read.key[1], [], older, segments, read.version)
-    packs = [CounterPack(pack.counter_ids, pack.keys, [_values(*row) for row in pack.rows]) for pack in read.packs]
+    packs = [
+        CounterPack(pack.counter_ids, pack.keys, [_VALUES[kind](values) for kind, values in pack.rows])
+        for pack in read.packs
+    ]
     return Profile(read.key[0], read.key[1], packs, [], segments, read.version)
 
 
 def _older(pack: Pack) -> list[Counter]:
-    return [Counter(each, pack.keys, _values(*row)) for each, row in zip(pack.counter_ids, pack.rows, strict=True)]
+    return [
+        Counter(each, pack.keys, _VALUES[kind](values))
+        for each, (kind, values) in zip(pack.counter_ids, pack.rows, strict=True)
+    ]
 
 
-def _values(kind: Kind, values: Sequence[float | int]) -> ValueType:
-    return ValueType(**{NAMES[kind]: Values(values)})
+# By the number of the kind, because to look up an enum by its hash takes longer than to make what is looked up.
+_VALUES: tuple[Callable[[Sequence[float | int]], ValueType], ...] = (
+    lambda _: ValueType(),
+    lambda values: ValueType(Values(values)),
+    lambda values: ValueType(None, Values(values)),
+    lambda values: ValueType(None, None, Values(values)),
+    lambda values: ValueType(None, None, None, Values(values)),
+)
 
 
 def _add(profile: messages.Profile, pack: Pack, legacy: bool) -> None:

@@ -189,11 +189,19 @@ def load(where: str) -> Handlers:
     return Handlers({id(each): each for each in found}.values())
 
 
+def _import_from(folder: Path) -> None:
+    """A module of handlers, and what lies beside it, is found as if Python had been started there."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
 def _module(where: str) -> ModuleType:
     try:
         if not where.endswith(".py"):
+            _import_from(Path.cwd())
             return importlib.import_module(where)
         path = Path(where).resolve()
+        _import_from(path.parent)
         spec = importlib.util.spec_from_file_location(f"keyfold_handlers_{path.stem}", path)
         assert spec is not None
         assert spec.loader is not None

@@ -68,7 +68,7 @@ def apply_events(
         try:
             events.append((log, event_of(_decoded(record.message.payload))))
             read.append(record)
-        except (KeyfoldError, msgspec.DecodeError) as error:
+        except (KeyfoldError, msgspec.DecodeError, UnicodeError, RecursionError) as error:
             refused.append(Refusal(record, f"{type(error).__name__}: {error}"))
     verdicts = count_events(tx, product, events, marked=marked)
     for record, verdict in zip(read, verdicts, strict=True):

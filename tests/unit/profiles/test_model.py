@@ -104,6 +104,6 @@ def test_what_lacks_an_id_or_a_time_is_no_event(fields: dict[str, Any]) -> None:
 @pytest.mark.spec("PRO-12")
 def test_a_profile_id_is_text_or_a_64_bit_number() -> None:
     assert [profile_id_of(each) for each in (5, "5", -1, 2**64 - 1)] == ["5", "5", "-1", "18446744073709551615"]
-    for wrong in (None, "", "x" * 201, "a\0b", 1.5, True, 2**64, -(2**63) - 1, []):
+    for wrong in (None, "", "x" * 401, "ж" * 201, "a\0b", 1.5, True, 2**64, -(2**63) - 1, []):
         with pytest.raises(BadInput):
             profile_id_of(wrong)

@@ -46,6 +46,7 @@ class PostgresEngine:
             url.set(drivername="postgresql+psycopg"),
             pool_size=connections_max,
             max_overflow=0,
+            hide_parameters=True,  # errors are logged; what they were about may be anyone's
             pool_timeout=limits.lock_seconds_max,
             connect_args={
                 "options": options,

@@ -72,6 +72,7 @@ class SqliteEngine:
             "connect_args": {"check_same_thread": False, "isolation_level": None, "timeout": limits.lock_seconds_max},
             "poolclass": QueuePool,
             "pool_reset_on_return": None,
+            "hide_parameters": True,  # errors are logged; what they were about may be anyone's
         }
         self._writer = sa.create_engine(url, pool_size=1, max_overflow=1, **options)
         self._reader = sa.create_engine(url, pool_size=READERS_MAX, max_overflow=READERS_MAX, **options)

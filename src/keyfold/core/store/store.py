@@ -77,6 +77,8 @@ class Transaction:
         result = self.driver(sql, parameters)
         try:
             return list(result.cursor.fetchall())
+        except self.dialect.loaded_dbapi.Error as error:
+            raise sa.exc.DBAPIError.instance(sql, None, error, self.dialect.loaded_dbapi.Error) from error
         finally:
             result.close()
 

@@ -226,10 +226,10 @@ def _values(buffer: Bytes, at: int, end: int, kind: int, count: int) -> Any:
 
 @_compiled
 def _are_live(buffer: Bytes, at: int, count: int, oldest: int) -> bool:
-    live = True
+    expired = False
     for index in range(count):
-        live &= np.int64(_word32(buffer, at + 4 * index)) >= oldest
-    return live
+        expired |= bool(np.int64(_word32(buffer, at + 4 * index)) < oldest)
+    return not expired
 
 
 @_compiled

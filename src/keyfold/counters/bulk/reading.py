@@ -36,11 +36,8 @@ class Pack(Struct, frozen=True, gc=False):
     rows: list[tuple[Kind, Sequence[Number]]]
 
 
-class Shape(Struct, frozen=True):
-    """The wanted counters of a pack; of each, whether its values are real."""
-
-    counter_ids: list[int]
-    rows: list[tuple[Kind, bool]]
+# The wanted counters of a pack; of each its kind, and whether its values are real.
+Shape = tuple[list[int], list[tuple[Kind, bool]]]
 
 
 class Layout(Struct, frozen=True):
@@ -76,7 +73,7 @@ class Plan:
         members = self.members[code >> CODE_BITS]
         ids = [each for bit, each in enumerate(members) if code >> bit & 1]
         kinds = [self.catalog[each].kind for each in ids]
-        shape = self.shapes[code] = Shape(ids, [(kind, kind in REAL) for kind in kinds])
+        shape = self.shapes[code] = (ids, [(kind, kind in REAL) for kind in kinds])
         return shape
 
     def layout(self, ids: tuple[int, ...]) -> Layout | None:
@@ -115,7 +112,7 @@ class Plan:
             for each, place in zip(self.catalog.counters.values(), tables.group.tolist(), strict=True)
         ]
         groups = np.stack([tables.records_max, tables.expire_seconds, tables.time_slot >= 0], axis=1)
-        return np.array(counters, np.int64), groups.astype(np.int64)
+        return np.array(counters, np.int64).reshape(-1, 4), groups.astype(np.int64)
 
 
 _plans: WeakKeyDictionary[Catalog, dict[frozenset[int], Plan]] = WeakKeyDictionary()
@@ -141,10 +138,10 @@ def read(
     plan = plan_of(catalog, wanted)
     if not plan.fits or kernel == "numpy" or (kernel == "auto" and not has_numba()):
         return [_by_protobuf(plan, body, now) for body in bodies]
-    return [
-        _by_protobuf(plan, bodies[index], now) if packs is None else packs
-        for index, packs in enumerate(_compiled(plan, bodies, now))
-    ]
+    found: list[list[Pack] | None] = []
+    for some in _chunks(bodies):
+        found += _by_numba(plan, some, now)
+    return [_by_protobuf(plan, bodies[at], now) if packs is None else packs for at, packs in enumerate(found)]
 
 
 def warm(catalog: Catalog, *, kernel: KernelName = "auto") -> None:
@@ -152,14 +149,13 @@ def warm(catalog: Catalog, *, kernel: KernelName = "auto") -> None:
     read(catalog, [b""], frozenset(islice(catalog.counters, 1)), 0, kernel=kernel)
 
 
-def _compiled(plan: Plan, bodies: Sequence[bytes], now: int) -> Iterator[list[Pack] | None]:
+def _by_numba(plan: Plan, bodies: Sequence[bytes], now: int) -> list[list[Pack] | None]:
     from keyfold.counters.bulk.by_numba_reading import decode
 
-    for some in _chunks(bodies):
-        starts = np.array([*accumulate(map(len, some), initial=0)], np.int64)
-        buffer = np.frombuffer(b"".join([*some, b"\0"]), np.uint8)  # an empty one is refused
-        columns = decode(buffer, starts, plan.ids, plan.counters, plan.groups, now)
-        yield from _cut(plan, *(column.tolist() for column in columns))
+    starts = np.array([*accumulate(map(len, bodies), initial=0)], np.int64)
+    buffer = np.frombuffer(b"".join([*bodies, b"\0"]), np.uint8)  # NumPy refuses an empty one
+    columns = decode(buffer, starts, plan.ids, plan.counters, plan.groups, now)
+    return _cut(plan, *(column.tolist() for column in columns))
 
 
 def _chunks(bodies: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
@@ -178,26 +174,28 @@ def _chunks(bodies: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
 
 def _cut(
     plan: Plan, packs_of: list[int], codes: list[int], counts: list[int], words: list[int], floats: list[float]
-) -> Iterator[list[Pack] | None]:
+) -> list[list[Pack] | None]:
     """The numbers, which stand in the order of the packs, as packs."""
     shapes, packs_left = plan.shapes, zip(codes, counts, strict=True)
+    found: list[list[Pack] | None] = []
     at, floats_at = 0, 0
     for packs_count in packs_of:
         if packs_count < 0:
-            yield None
+            found.append(None)
             continue
-        packs = []
+        packs: list[Pack] = []
         for code, count in islice(packs_left, packs_count):
-            shape = shapes.get(code) or plan.shape(code)
+            counter_ids, kinds = shapes.get(code) or plan.shape(code)
             keys = words[at : (at := at + count)]
             rows: list[tuple[Kind, Sequence[Number]]] = []
-            for kind, is_real in shape.rows:
+            for kind, is_real in kinds:
                 if is_real:
                     rows.append((kind, floats[floats_at : (floats_at := floats_at + count)]))
                 else:
                     rows.append((kind, words[at : (at := at + count)]))
-            packs.append(Pack(shape.counter_ids, keys, rows))
-        yield packs
+            packs.append(Pack(counter_ids, keys, rows))
+        found.append(packs)
+    return found
 
 
 def _by_protobuf(plan: Plan, body: bytes, now: int) -> list[Pack] | None:

@@ -6,7 +6,6 @@ is refused and the batch is folded again without it.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -14,6 +13,8 @@ from keyfold.core.errors import KeyfoldError, TooLarge
 from keyfold.core.store import Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import delete, insert_new, load
+from keyfold.counters.errors import TimeWrong
+from keyfold.counters.model import must_be_time
 from keyfold.profiles import metrics
 from keyfold.profiles.handlers import Event
 from keyfold.profiles.model import ProfileKey, Ready, Verdict, fingerprint, ready
@@ -23,116 +24,145 @@ from keyfold.profiles.service.product import Product
 from keyfold.profiles.service.storing import Stored, loaded, publish, raise_versions, save
 from keyfold.profiles.tables import EVENT_MARKS, EVENT_WATERMARKS
 
+# What one transaction folds; a larger batch is halved by whoever gathered it.
+BATCH_UPDATES_MAX = 200_000
+
+EventKey = tuple[str, str]  # log, event id
+Arrived = tuple[int, str, Event]  # its number in the batch, its log, the event
+Fresh = list[tuple[int, Ready]]
+
 
 def count_events(
     tx: Transaction, product: Product, log_events: Sequence[tuple[str, Event]], *, marked: bool
 ) -> list[Verdict]:
     """Count events of logs, each once; with `marked` an event's id is remembered, else its position vouches for it."""
-    now = tx.now_us // 1_000_000
     verdicts: list[Verdict | None] = [None] * len(log_events)
-    fresh = _readied(product, log_events, now, verdicts)
-    fresh = _in_time(tx, fresh, verdicts)
+    arrived = _in_time(tx, _dated(product, log_events, tx.now_us, verdicts), verdicts, marked=marked)
+    repeats: list[Arrived] = []
     if marked:
-        fresh = _unmarked(tx, fresh, verdicts)
-    _fold_all(tx, product, fresh, verdicts, marked=marked)
+        arrived, repeats = _unmarked(tx, arrived, verdicts)
+    refused: dict[EventKey, str] = {}
+    fresh = _readied(product, arrived, refused)
+    fresh = _fold_all(tx, product, fresh, refused)
+    for number, one in fresh:
+        verdicts[number] = Verdict(one.event_id, "counted")
+    for number, log, event in (*arrived, *repeats):
+        if (log, event.id) in refused and (verdicts[number] is None or marked):
+            verdicts[number] = Verdict(event.id, "refused", refused[log, event.id])
+    # Not the marks of what had waited before: that was counted, and waits on.
+    unmarked = [(log, event.id) for _, log, event in arrived if (log, event.id) in refused] if marked else []
+    delete(tx, EVENT_MARKS, {"log": [log for log, _ in unmarked], "event_id": [each for _, each in unmarked]})
     done = [verdict for verdict in verdicts if verdict is not None]
     _count_verdicts(tx, log_events, done)
     return done
 
 
-# What one transaction folds; a larger batch is halved by whoever gathered it.
-BATCH_UPDATES_MAX = 200_000
-
-Fresh = list[tuple[int, Ready]]  # the number of the event in the batch, and the event
-
-
-def _readied(
-    product: Product, log_events: Sequence[tuple[str, Event]], now: int, verdicts: list[Verdict | None]
-) -> Fresh:
-    fresh: Fresh = []
-    future = product.settings.future_seconds_max
+def _dated(
+    product: Product, log_events: Sequence[tuple[str, Event]], now_us: int, verdicts: list[Verdict | None]
+) -> list[Arrived]:
+    """Refuse times that cannot be kept."""
+    arrived: list[Arrived] = []
+    now, future = now_us // 1_000_000, product.settings.future_seconds_max
     for number, (log, event) in enumerate(log_events):
         try:
-            fresh.append((number, ready(product.writing.get(log, ()), log, event, now, future)))
-        except KeyfoldError as error:
+            must_be_time(event.time, now, future)
+            arrived.append((number, log, event))
+        except TimeWrong as error:
             verdicts[number] = Verdict(event.id, "refused", str(error))
+    return arrived
+
+
+def _in_time(
+    tx: Transaction, arrived: Sequence[Arrived], verdicts: list[Verdict | None], *, marked: bool
+) -> list[Arrived]:
+    """Leave out what is older than its log's watermark: its mark may be gone, so it cannot be told from a repeat."""
+    logs = sorted({log for _, log, _ in arrived})
+    edges = {log: time for (log,), (time,) in load(tx, EVENT_WATERMARKS, {"log": logs}, ("time",)).items()}
+    late = [each for each in arrived if each[2].time < edges.get(each[1], 0)]
+    if not late:
+        return list(arrived)
+    known = _marks(tx, [(log, event.id) for _, log, event in late]) if marked else {}
+    for number, log, event in late:
+        if (log, event.id) in known:
+            verdicts[number] = _repeat(event, known[log, event.id], fingerprint(event.fields))
+        else:
+            verdicts[number] = Verdict(event.id, "late", f"its time {event.time} lies before {edges[log]}")
+    return [each for each in arrived if verdicts[each[0]] is None]
+
+
+def _unmarked(
+    tx: Transaction, arrived: Sequence[Arrived], verdicts: list[Verdict | None]
+) -> tuple[list[Arrived], list[Arrived]]:
+    """Mark events; returns those that are new, and those that repeat one of them within this batch.
+
+    Fingerprints are taken before a handler has seen the event.
+    """
+    prints = [fingerprint(event.fields) for _, _, event in arrived]
+    first: dict[EventKey, int] = {}  # where the first of an id stands
+    for at, (_, log, event) in enumerate(arrived):
+        first.setdefault((log, event.id), at)
+    marks: Columns = {
+        "log": [log for log, _ in first],
+        "event_id": [event_id for _, event_id in first],
+        "fingerprint": [prints[at] for at in first.values()],
+        "time": [arrived[at][2].time for at in first.values()],
+    }
+    inserted = insert_new(tx, EVENT_MARKS, marks)
+    if len(inserted) == len(arrived):
+        return list(arrived), []
+    known = _marks(tx, [key for key in first if key not in inserted])
+    new: list[Arrived] = []
+    repeats: list[Arrived] = []
+    for at, (number, log, event) in enumerate(arrived):
+        key = (log, event.id)
+        if key in inserted and first[key] == at:
+            new.append((number, log, event))
+            continue
+        verdicts[number] = _repeat(event, known[key] if key in known else prints[first[key]], prints[at])
+        if key in inserted:
+            repeats.append((number, log, event))
+    return new, repeats
+
+
+def _marks(tx: Transaction, keys: Sequence[EventKey]) -> dict[EventKey, int]:
+    columns = {"log": [log for log, _ in keys], "event_id": [event_id for _, event_id in keys]}
+    found = load(tx, EVENT_MARKS, columns, ("fingerprint",))
+    return {(log, event_id): mark for (log, event_id), (mark,) in found.items()}
+
+
+def _repeat(event: Event, counted: int, mark: int) -> Verdict:
+    if counted == mark:
+        return Verdict(event.id, "duplicate")
+    return Verdict(event.id, "conflict", "this id was counted with other content")
+
+
+def _readied(product: Product, arrived: Sequence[Arrived], refused: dict[EventKey, str]) -> Fresh:
+    """Let the handlers read the events that are new."""
+    fresh: Fresh = []
+    for number, log, event in arrived:
+        try:
+            fresh.append((number, ready(product.writing.get(log, ()), log, event)))
+        except KeyfoldError as error:
+            refused[log, event.id] = str(error)
     updates = sum(len(changed) for _, one in fresh for _, changed in one.changes)
-    if updates > BATCH_UPDATES_MAX and len(log_events) > 1:
+    if updates > BATCH_UPDATES_MAX and len(arrived) > 1:
         raise TooLarge(f"{updates} updates in one batch, {BATCH_UPDATES_MAX} are allowed", hint="Send fewer events")
     return fresh
 
 
-def _in_time(tx: Transaction, fresh: Fresh, verdicts: list[Verdict | None]) -> Fresh:
-    """Leave out what is older than its log's watermark: its mark may be gone, so it cannot be told from a repeat."""
-    logs = sorted({one.log for _, one in fresh})
-    edges = {log: time for (log,), (time,) in load(tx, EVENT_WATERMARKS, {"log": logs}, ("time",)).items()}
-    if not edges:
-        return fresh
-    kept: Fresh = []
-    for number, one in fresh:
-        edge = edges.get(one.log, 0)
-        if one.time < edge:
-            verdicts[number] = Verdict(one.event_id, "late", f"its time {one.time} lies before {edge}")
-        else:
-            kept.append((number, one))
-    return kept
-
-
-def _unmarked(tx: Transaction, fresh: Fresh, verdicts: list[Verdict | None]) -> Fresh:
-    """Mark events; those marked before, or twice in this batch, are duplicates, or conflicts where they say another."""
-    first: dict[tuple[str, str], tuple[int, int]] = {}  # the number and the fingerprint of the first of an id
-    prints = [fingerprint(one.fields) for _, one in fresh]
-    for (number, one), mark in zip(fresh, prints, strict=True):
-        first.setdefault((one.log, one.event_id), (number, mark))
-    new = _marked(tx, first, {number: one.time for number, one in fresh})
-    if len(new) == len(fresh):
-        return fresh
-    old = [key for key in first if key not in new]
-    keys = {"log": [log for log, _ in old], "event_id": [event_id for _, event_id in old]}
-    known = {key: mark for key, (mark,) in load(tx, EVENT_MARKS, keys, ("fingerprint",)).items()}
-    kept: Fresh = []
-    for (number, one), mark in zip(fresh, prints, strict=True):
-        key = (one.log, one.event_id)
-        if key in new and first[key][0] == number:
-            kept.append((number, one))
-        elif known.get(key, first[key][1]) == mark:
-            verdicts[number] = Verdict(one.event_id, "duplicate")
-        else:
-            verdicts[number] = Verdict(one.event_id, "conflict", "this id was counted with other content")
-    return kept
-
-
-def _marked(
-    tx: Transaction, first: Mapping[tuple[str, str], tuple[int, int]], times: Mapping[int, int]
-) -> set[tuple[Any, ...]]:
-    """Insert the marks of events; returns those that were not there."""
-    marks: Columns = {
-        "log": [log for log, _ in first],
-        "event_id": [event_id for _, event_id in first],
-        "fingerprint": [mark for _, mark in first.values()],
-        "time": [times[number] for number, _ in first.values()],
-    }
-    return insert_new(tx, EVENT_MARKS, marks)
-
-
-def _fold_all(tx: Transaction, product: Product, fresh: Fresh, verdicts: list[Verdict | None], *, marked: bool) -> None:
+def _fold_all(tx: Transaction, product: Product, fresh: Fresh, refused: dict[EventKey, str]) -> Fresh:
+    """Fold and write; what cannot be kept is left out, and the rest folded again without it. Returns what counted."""
     keys = sorted({profile for _, one in fresh for profile, _ in one.changes})
     stored = loaded(tx, keys)
     held = held_before(tx, product, [one for _, one in fresh], stored)
-    refused: Fresh = []
     while (plan := planned(product, [one for _, one in fresh], stored, held, tx.now_us)).refused:
-        out = [(number, one) for number, one in fresh if (one.log, one.event_id) in plan.refused]
-        if not out:
-            break  # only what had waited cannot be kept: it is left out, and refuses no event of this batch
-        for number, one in out:
-            verdicts[number] = Verdict(one.event_id, "refused", str(plan.refused[one.log, one.event_id]))
-        fresh = [(number, one) for number, one in fresh if (one.log, one.event_id) not in plan.refused]
-        refused += out
-    if refused and marked:
-        delete(tx, EVENT_MARKS, {"log": [r.log for _, r in refused], "event_id": [r.event_id for _, r in refused]})
-    for number, one in fresh:
-        verdicts[number] = Verdict(one.event_id, "counted")
+        refused |= {key: str(error) for key, error in plan.refused.items()}
+        fresh = [(number, one) for number, one in fresh if (one.log, one.event_id) not in refused]
+        # What had waited before and cannot be kept now waits on, and is not looked at in this batch.
+        held = {place: [h for h in here if (h.log, h.event_id) not in refused] for place, here in held.items()}
+    product.pin(tx, {counter for _, one in fresh for _, changed in one.changes for counter, _, _, _ in changed})
     _write(tx, product, stored, plan)
+    return fresh
 
 
 def _write(tx: Transaction, product: Product, stored: Mapping[ProfileKey, Stored], plan: Plan) -> None:
@@ -140,7 +170,7 @@ def _write(tx: Transaction, product: Product, stored: Mapping[ProfileKey, Stored
     held_until_us = tx.now_us + product.settings.delete_us
     for profile, _, _ in plan.settlement.waiting:
         changed[profile] = stored[profile]
-        changed[profile].held_until_us = held_until_us
+        changed[profile].held_until_us = max(held_until_us, changed[profile].held_until_us)
     public: list[ProfileKey] = []
     for index in np.flatnonzero(plan.folded.changed).tolist():
         key = plan.profiles[index]
@@ -160,6 +190,7 @@ def _count_folds(product: Product, plan: Plan) -> None:
     metrics.DROPPED.inc(plan.folded.dropped)
     metrics.HELD.inc(len(plan.settlement.waiting))
     metrics.RELEASED.inc(len(plan.settlement.released))
+    metrics.PUSHED_OUT.inc(plan.settlement.pushed_out)
     for counter_id, (to_records_max, to_expire_days) in plan.folded.bill.items():
         name = product.catalog[counter_id].name
         # A sum of negative values would turn the counter back, which a counter must not.

@@ -112,7 +112,7 @@ def planned(
     now = now_us // 1_000_000
     profiles, bodies = list(stored), [row.body for row in stored.values()]
     batch = Batch(profiles)
-    settled = Settlement([], [], [])
+    settled = Settlement([], [], [], 0, {})
     if held or any(event.is_owned for event in events):
         rows = [row for event in events for row in rows_of(event)]
         settled = settlement(product, rows, stored, held, now_us)
@@ -123,9 +123,8 @@ def planned(
     folded = batch.folded(product, bodies, now)
     plan = Plan(profiles, folded, settled, len(batch.profile), {})
     full = _full(product, bodies, folded)
-    if folded.refused or folded.broken or full:
-        rows = [row for event in events for row in rows_of(event) if not row.owner]
-        plan.refused = _refused(product, plan, bodies, [*rows, *settled.released], full, now)
+    if folded.refused or folded.broken or full or settled.broken:
+        plan.refused = _refused(product, plan, bodies, [row for event in events for row in rows_of(event)], full, now)
     return plan
 
 
@@ -142,16 +141,21 @@ def _refused(
 ) -> dict[tuple[str, str], KeyfoldError]:
     """The events that cannot be kept: a sum that overflows, a stored body that is broken, a profile that is full."""
     refused: dict[tuple[str, str], KeyfoldError] = {}
+    folded = [*(row for row in rows if not row.owner), *plan.settlement.released]
     for at, error in plan.folded.refused.items():
-        refused.setdefault((rows[at].log, rows[at].event_id), error)
-    for index, broken in plan.folded.broken.items():
-        for row in rows:
-            if row.profile == plan.profiles[index]:
-                refused.setdefault((row.log, row.event_id), broken)
+        refused.setdefault((folded[at].log, folded[at].event_id), error)
+    broken: dict[ProfileKey, KeyfoldError] = {plan.profiles[index]: e for index, e in plan.folded.broken.items()}
+    broken |= plan.settlement.broken
+    for row in rows:
+        if row.profile in broken:
+            refused.setdefault((row.log, row.event_id), broken[row.profile])
+    own: dict[ProfileKey, list[Row]] = {plan.profiles[index]: [] for index in full}
+    for row in folded:
+        if row.profile in own:
+            own[row.profile].append(row)
+    error = UpdateRefused(f"the profile is full: its body may have {product.settings.profile_bytes_max} bytes")
     for index in full:
-        own = [row for row in rows if row.profile == plan.profiles[index]]
-        error = UpdateRefused(f"the profile is full: its body may have {product.settings.profile_bytes_max} bytes")
-        for row in _not_fitting(product, plan.profiles[index], bodies[index], own, now):
+        for row in _not_fitting(product, plan.profiles[index], bodies[index], own[plan.profiles[index]], now):
             refused.setdefault((row.log, row.event_id), error)
     return refused
 

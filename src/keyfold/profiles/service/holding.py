@@ -10,6 +10,7 @@ from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import delete, insert, load
 from keyfold.counters.catalog import Kind
 from keyfold.counters.counters import Counters
+from keyfold.counters.errors import PackWrong
 from keyfold.profiles import metrics
 from keyfold.profiles.model import Held, ProfileKey, Ready, Row, settled
 from keyfold.profiles.service.product import Product
@@ -23,16 +24,21 @@ PLACE = ("profile_type", "profile_id", "time_counter_id", "key")
 _HELD = ("counter_id", "owner", "value", "count", "committed_at_us")
 
 
-class Settlement(Struct, frozen=True):
+class Settlement(Struct):
     """What a batch releases, what it adds to what waits, and which of the stored updates leave."""
 
     released: list[Row]
     waiting: list[HeldHere]
-    leaving: list[HeldHere]
+    leaving: list[HeldHere]  # released, or pushed out
+    pushed_out: int
+    broken: dict[ProfileKey, PackWrong]  # profiles whose public keys cannot be read
 
 
 def held_at(tx: Transaction, product: Product, keys: Columns) -> dict[Place, list[Held]]:
-    """The updates that are held back, by place; past its period one is not there, swept or not."""
+    """The updates that are held back, by place; past its period one is not there, swept or not.
+
+    Nor is one that the catalog has no place for any more: its counter is gone, or stands under another time counter.
+    """
     if not keys:
         return {}
     oldest_us = tx.now_us - product.settings.delete_us
@@ -40,9 +46,9 @@ def held_at(tx: Transaction, product: Product, keys: Columns) -> dict[Place, lis
     for key, values in sorted(load(tx, HELD_UPDATES, keys, _HELD).items()):
         profile_type, profile_id, time_counter_id, at, time, event_id, log, number = key
         counter_id, owner, value, count, committed_at_us = values
-        if committed_at_us > oldest_us:
-            kind = product.catalog[counter_id].kind if counter_id in product.catalog else None
-            exact = count if kind is Kind.FIXED64 else value
+        group = product.delayed.get(counter_id)
+        if committed_at_us > oldest_us and group is not None and group.id == time_counter_id:
+            exact = count if product.catalog[counter_id].kind is Kind.FIXED64 else value
             one = Held(counter_id, at, exact, time, owner, event_id, log, number, committed_at_us)
             found.setdefault((profile_type, profile_id, time_counter_id, at), []).append(one)
     return found
@@ -85,28 +91,33 @@ def settlement(
         group = product.delayed.get(row.counter.id)
         if group is not None and (here := steps.get((*row.profile, group.id, row.key))) is not None:
             here.append(_as_held(row, now_us) if row.owner else row.time)
-    freed: list[Row] = []
-    waiting: list[HeldHere] = []
-    leaving: list[HeldHere] = []
+    result = Settlement([], [], [], 0, {})
     readers: dict[ProfileKey, Counters] = {}
     for place, taken in steps.items():
         profile, group = (place[0], place[1]), product.catalog.groups[place[2]]
-        if profile not in readers:
-            readers[profile] = Counters(product.catalog, stored[profile].body, now)
-        found = readers[profile].find(group.id, place[3])
+        try:
+            if profile not in readers:
+                readers[profile] = Counters(product.catalog, stored[profile].body, now)
+            found = readers[profile].find(group.id, place[3])
+        except PackWrong as error:
+            result.broken[profile] = error
+            continue
         before = held.get(place, [])
-        result = settled(
+        key = settled(
             before,
             None if found is None else found.time,
             taken,
             merge_seconds=product.settings.merge_seconds,
             expired_before=None if group.expire_seconds is None else now - group.expire_seconds,
+            count_max=group.delayed_records_max,
         )
         known = {id(each) for each in before}
-        waiting += [(profile, group.id, each) for each in result.waiting if id(each) not in known]
-        leaving += [(profile, group.id, each) for each in result.released if id(each) in known]
-        freed += [_as_row(product, profile, each) for each in result.released]
-    return Settlement(freed, waiting, leaving)
+        gone = (*key.released, *key.pushed_out)
+        result.waiting.extend((profile, group.id, each) for each in key.waiting if id(each) not in known)
+        result.leaving.extend((profile, group.id, each) for each in gone if id(each) in known)
+        result.released.extend(_as_row(product, profile, each) for each in key.released)
+        result.pushed_out += len(key.pushed_out)
+    return result
 
 
 def _as_held(row: Row, now_us: int) -> Held:

@@ -1,22 +1,27 @@
 """What the verbs of profiles stand on: the catalog in force, the handlers, the settings; opened once a product."""
 
 import weakref
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from keyfold.core.context import Context
 from keyfold.core.errors import SettingsWrong
+from keyfold.core.limits import Limits
 from keyfold.core.settings import Settings
 from keyfold.core.store import Transaction
 from keyfold.core.store.shapes import insert_new, load
 from keyfold.core.topics.registry import Topics
 from keyfold.core.topics.topic import TopicSpec
-from keyfold.counters.catalog import Catalog
+from keyfold.counters.catalog import Catalog, Counter
 from keyfold.counters.errors import CatalogWrong
 from keyfold.profiles import handlers as handlers_of
 from keyfold.profiles.handlers import Handlers
+from keyfold.profiles.model import PROFILE_ID_BYTES_MAX
 from keyfold.profiles.settings import ProfilesSettings
 from keyfold.profiles.tables import COUNTER_KINDS
 
+SEGMENT_ID_MAX = 100  # characters
+SEGMENT_BYTES_MAX = 4 * SEGMENT_ID_MAX + 30
 PROFILES_TOPIC = TopicSpec("profiles", "every profile that changed, whole: Profile, keyed by TYPE/ID")
 
 
@@ -35,15 +40,22 @@ class Product:
             if group.delayed_records_max is not None
             for counter_id in group.counter_ids
         }
-        for log in handlers.logs:
-            if unknown := handlers.types_of(log) - set(catalog.profile_types):
-                raise SettingsWrong(
-                    f"a handler of the log {log} feeds profiles of type {min(unknown)}, which no counter has",
-                    place="profiles.handlers",
-                )
+        self._pinned: set[int] = set()
+        if found := list(_mistakes(settings, catalog, handlers)):
+            raise SettingsWrong("; ".join(found), place="profiles")
 
     def knows_type(self, profile_type: str) -> bool:
         return self.is_set_up and profile_type in (*self.catalog.profile_types, self.settings.segments_type)
+
+    def pin(self, tx: Transaction, counters: Collection[Counter]) -> None:
+        """Remember the kind of counters that are about to be stored, from the first time on."""
+        fresh = {counter.id: counter for counter in counters if counter.id not in self._pinned}
+        for counter in list(fresh.values()):
+            if counter.time_counter_id is not None:
+                fresh[counter.time_counter_id] = self.catalog[counter.time_counter_id]
+        if fresh:
+            keep_kinds(tx, list(fresh.values()))
+            tx.after_commit.append(lambda: self._pinned.update(fresh))
 
     @property
     def is_set_up(self) -> bool:
@@ -60,10 +72,9 @@ def opened(context: Context) -> Product:
         settings = section(context.settings)
         catalog = catalog_of(settings)
         product = Product(settings, catalog, handlers_of.load(settings.handlers), context.topics)
-        if settings.profile_bytes_max > context.limits.message_bytes_max:
-            raise SettingsWrong("profiles.profile_bytes_max must not exceed limits.message_bytes_max")
+        _must_fit(settings, catalog, context.limits)
         if catalog.counters:
-            context.store.transact(lambda tx: keep_kinds(tx, catalog), name="counter kinds")
+            context.store.read(lambda tx: must_keep_kinds(tx, list(catalog.counters.values())))
         _opened[context] = product
     return product
 
@@ -77,7 +88,11 @@ def catalog_of(settings: ProfilesSettings) -> Catalog:
         return Catalog([])
     from keyfold.counters.compile import load as load_catalog
 
-    return load_catalog(settings.catalog)
+    try:
+        return load_catalog(settings.catalog)
+    except CatalogWrong as error:
+        error.place = error.place or "profiles.catalog"
+        raise
 
 
 def topics(settings: Settings) -> list[TopicSpec]:
@@ -98,24 +113,74 @@ def topic_of(settings: ProfilesSettings, log: str) -> str:
     return settings.topics.get(log, f"{log}-log")
 
 
-def keep_kinds(tx: Transaction, catalog: Catalog) -> None:
-    """Remember the kind of every counter; one that was of another kind is refused by name."""
-    rows: dict[str, list[Any]] = {
-        "counter_id": list(catalog.counters),
-        "name": [counter.name for counter in catalog.counters.values()],
-        "kind": [counter.kind.name for counter in catalog.counters.values()],
-    }
-    known = load(tx, COUNTER_KINDS, {"counter_id": rows["counter_id"]}, ("name", "kind"))
+def must_keep_kinds(tx: Transaction, counters: Sequence[Counter]) -> int:
+    """Refuse counters of which something was stored in another kind; returns how many are known."""
+    known = load(tx, COUNTER_KINDS, {"counter_id": sorted(c.id for c in counters)}, ("name", "kind"))
     wrong = [
-        f"{counter.name}: counter {counter.id} was {known[counter.id,][1].lower()} here, now it is "
-        f"{counter.kind.name.lower()}"
-        for counter in catalog.counters.values()
-        if (counter.id,) in known and known[counter.id,][1] != counter.kind.name
+        f"{c.name}: counter {c.id} was {known[c.id,][1].lower()} here, now it is {c.kind.name.lower()}"
+        for c in counters
+        if (c.id,) in known and known[c.id,][1] != c.kind.name
     ]
     if wrong:
-        raise CatalogWrong(wrong, place="profiles.catalog")
-    if len(known) < len(catalog.counters):
+        raise CatalogWrong([*wrong, "use a new id for the new kind"], place="profiles.catalog")
+    return len(known)
+
+
+def keep_kinds(tx: Transaction, counters: Sequence[Counter]) -> None:
+    """Remember the kinds of counters; another process may have been first, with another catalog."""
+    if must_keep_kinds(tx, counters) < len(counters):
+        rows: dict[str, list[Any]] = {
+            "counter_id": [counter.id for counter in counters],
+            "name": [counter.name for counter in counters],
+            "kind": [counter.kind.name for counter in counters],
+        }
         insert_new(tx, COUNTER_KINDS, rows)
+        must_keep_kinds(tx, counters)
+
+
+def _mistakes(settings: ProfilesSettings, catalog: Catalog, handlers: Handlers) -> Iterator[str]:
+    """What in the settings names something that is not there."""
+    for log in handlers.logs:
+        for unknown in sorted(handlers.types_of(log) - set(catalog.profile_types)):
+            yield f"a handler of the log {log} feeds profiles of type {unknown}, which no counter has"
+    for name, logs in (("by_position", settings.by_position), ("topics", list(settings.topics))):
+        for log in sorted(set(logs) - set(handlers.logs)):
+            yield f"{name} names the log {log}, which no handler reads"
+    names = [topic_of(settings, log) for log in handlers.logs]
+    for topic in (*names, settings.segments_topic, PROFILES_TOPIC.name):
+        if (*names, settings.segments_topic, PROFILES_TOPIC.name).count(topic) > 1:
+            yield f"the topic {topic} is used twice"
+    if "segments" in handlers.logs:
+        yield "a log may not be named segments: its consumer would have the name of that of the segments"
+    restrictions = {counter.restriction for counter in catalog.counters.values()}
+    for client, view in settings.clients.items():
+        for each in view.counters or ():
+            if each not in catalog.counters and each not in catalog.by_name:
+                yield f"the client {client} names the counter {each}, which is not in the catalog"
+        for each in sorted(set(view.types or ()) - {*catalog.profile_types, settings.segments_type}):
+            yield f"the client {client} names the profile type {each}, which no counter has"
+        for each in sorted(set(view.restrictions) - restrictions):
+            yield f"the client {client} names the restriction {each}, which no counter has"
+
+
+def _must_fit(settings: ProfilesSettings, catalog: Catalog, limits: Limits) -> None:
+    """A profile that may be stored must also fit into the message that tells of it."""
+    if not settings.publish:
+        return
+    message = settings.profile_bytes_max + settings.segments_max * SEGMENT_BYTES_MAX + 1_000
+    if message > limits.message_bytes_max:
+        raise SettingsWrong(
+            f"a profile may have {settings.profile_bytes_max} bytes and {settings.segments_max} segments, "
+            f"which does not fit into a message of {limits.message_bytes_max}",
+            place="limits.message_bytes_max",
+        )
+    longest = max((len(each.encode()) for each in (*catalog.profile_types, settings.segments_type)), default=0)
+    if longest + 1 + PROFILE_ID_BYTES_MAX > limits.key_bytes_max:
+        raise SettingsWrong(
+            f"the key of a message may have {limits.key_bytes_max} bytes, "
+            f"a profile's may take {longest + 1 + PROFILE_ID_BYTES_MAX}",
+            place="limits.key_bytes_max",
+        )
 
 
 _opened: "weakref.WeakKeyDictionary[Context, Product]" = weakref.WeakKeyDictionary()

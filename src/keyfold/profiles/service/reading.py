@@ -83,7 +83,7 @@ def read_profiles(
 ) -> list[Read]:
     """Each entry is one person: the profiles of all its ids, merged."""
     now = tx.now_us // 1_000_000
-    keys = sorted({key for ids, _ in entries for key in ids})
+    keys = dict.fromkeys([key for ids, _ in entries for key in ids])
     columns = {"profile_type": [each for each, _ in keys], "profile_id": [each for _, each in keys]}
     found = load(tx, PROFILES, columns, ("body", "segments", "public_version"))
     # Whoever is read with others is looked up among the held back whether or not anything is there: the work shows not.
@@ -91,13 +91,9 @@ def read_profiles(
     held = _held(tx, product, merged) if merged and product.delayed else {}
     weights = _Weights(tx, product) if any(view.weighted for _, view in entries) else None
     rows = [[row for key in ids if (row := found.get(key)) is not None and row[2]] for ids, _ in entries]
-    passed_on = _passed_on(product, entries, rows, now)
     read: list[Read] = []
-    for index, (ids, view) in enumerate(entries):
-        own = rows[index]
-        packs = passed_on.get(index)
-        if packs is None:
-            packs = _looked_at(product, ids, view, own, held, now)
+    for (ids, view), own, passed_on in zip(entries, rows, _passed_on(product, entries, rows, now), strict=True):
+        packs = _looked_at(product, ids, view, own, held, now) if passed_on is None else passed_on
         if weights and view.weighted:
             packs = weights.applied(packs)
         segments = _segments(own) if view.segments else []
@@ -118,17 +114,18 @@ def _passed_on(
     entries: Sequence[tuple[Sequence[ProfileKey], View]],
     rows: Sequence[Sequence[tuple[Any, ...]]],
     now: int,
-) -> dict[int, list[Pack] | None]:
-    """The packs of all people of whom one stored profile can be passed on as it lies, by their place."""
+) -> list[list[Pack] | None]:
+    """The packs of all people of whom one stored profile can be passed on as it lies; None for the others."""
+    found: list[list[Pack] | None] = [None] * len(entries)
     by_wish: dict[frozenset[int], list[int]] = {}
     for index, (ids, view) in enumerate(entries):
         if len(ids) == 1 and rows[index] and view.counters and not view.at_now:
             by_wish.setdefault(view.counters, []).append(index)
-    found: dict[int, list[Pack] | None] = {}
     for wanted, places in by_wish.items():
         bodies = [rows[index][0][0] for index in places]
-        packs = bulk.read(product.catalog, bodies, wanted, now, kernel=product.settings.kernel)
-        found.update(zip(places, packs, strict=True))
+        read = bulk.read(product.catalog, bodies, wanted, now, kernel=product.settings.kernel)
+        for index, packs in zip(places, read, strict=True):
+            found[index] = packs
     return found
 
 
@@ -163,13 +160,12 @@ def merged_profile(
             own.setdefault((group_id, each.key), []).append(each)
         for place, here in own.items():
             by_place.setdefault(place, []).append(here)
-    for (group_id, key), waiting in sorted(by_place.items()):
-        public = merged.find(group_id, key)
-        freed = released_by_merge(waiting, public.time if public else None, product.settings.merge_seconds)
+    for _, waiting in sorted(by_place.items()):
+        freed = released_by_merge(waiting, product.settings.merge_seconds)
         for each in sorted(freed, key=lambda one: -one.time):
             counter = product.catalog[each.counter_id]
             if not counter.not_glued:
-                merged.update(counter.id, each.key, each.value, each.time)
+                merged.fold(counter, each.key, each.value, each.time)
     merged.cleanup()
     return merged
 
@@ -189,9 +185,10 @@ def packs_of(catalog: Catalog, body: bytes, view: View, now: int) -> list[Pack]:
         if group.id in done:
             continue
         if not view.at_now and _is_plain(group, ids, values, now, len(pack.keys)):
-            rows = [_row(values[index]) for index in wanted]
-            picked.append(Pack([ids[index] for index in wanted], list(pack.keys), rows))
-            continue
+            rows = [row for index in wanted if (row := _row(values[index]))]
+            if len(rows) == len(wanted):  # otherwise one is of a kind of a later version
+                picked.append(Pack([ids[index] for index in wanted], list(pack.keys), rows))
+                continue
         slow = slow or Counters(catalog, body, now)
         for each in sorted({catalog.group_of(ids[index]).id for index in wanted}):
             done.add(each)
@@ -216,9 +213,9 @@ def _is_plain(group: Group, ids: Sequence[int], values: Sequence[Any], now: int,
     return len(times) == count and min(times) >= now - group.expire_seconds
 
 
-def _row(row: Any) -> tuple[Kind, Sequence[Number]]:
+def _row(row: Any) -> tuple[Kind, Sequence[Number]] | None:
     field = row.WhichOneof("value")
-    return FIELDS[field], list(getattr(row, field).value)
+    return (FIELDS[field], list(getattr(row, field).value)) if field else None
 
 
 def _picked(counters: Counters, view: View, now: int) -> list[Pack]:
@@ -250,11 +247,13 @@ def _whole(counter: Counter, values: list[Number]) -> Sequence[Number]:
 
 def _segments(rows: Sequence[tuple[Any, ...]]) -> list[tuple[str, int]]:
     """The segments of all ids, each once, at its newest evaluation."""
+    stored = [row[1] for row in rows if row[1]]
+    if not stored:
+        return []
     found: dict[str, int] = {}
-    for row in rows:
-        if row[1]:
-            for each in Profile.FromString(bytes(row[1])).segments:
-                found[each.id] = max(each.evaluation_version, found.get(each.id, 0))
+    for body in stored:
+        for each in Profile.FromString(bytes(body)).segments:
+            found[each.id] = max(each.evaluation_version, found.get(each.id, 0))
     return list(found.items())
 
 

@@ -10,14 +10,14 @@ from keyfold.core.store import Transaction
 from keyfold.core.topics.topic import Record
 from keyfold.profiles.model import ProfileKey, profile_id_of
 from keyfold.profiles.service.message import segments_stored
-from keyfold.profiles.service.product import Product
+from keyfold.profiles.service.product import SEGMENT_ID_MAX, Product
 from keyfold.profiles.service.storing import Stored, loaded, publish, raise_versions, save
 
 
 class Entry(Struct, frozen=True):
     """A segment that a user is in, and the evaluation that put them there."""
 
-    segment_id: str
+    segment_id: Annotated[str, Meta(min_length=1, max_length=SEGMENT_ID_MAX)]
     evaluation_version: Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 

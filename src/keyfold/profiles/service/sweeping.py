@@ -6,6 +6,8 @@ from msgspec import Struct
 from keyfold.core.store import Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import delete, increment, load
+from keyfold.counters.counters import MutableCounters
+from keyfold.counters.errors import PackWrong
 from keyfold.profiles import metrics
 from keyfold.profiles.model import ProfileKey
 from keyfold.profiles.service.product import Product
@@ -78,7 +80,9 @@ def delete_expired(tx: Transaction, product: Product, after: ProfileKey, rows_ma
     gone = [
         (row.profile_type, row.profile_id) for row in page if row.expires_at < now and row.held_until_us < tx.now_us
     ]
-    rows = {key: row for key, row in loaded(tx, gone).items() if _is_empty(row, now, tx.now_us)} if gone else {}
+    rows = (
+        {key: row for key, row in loaded(tx, gone).items() if _is_empty(product, row, now, tx.now_us)} if gone else {}
+    )
     _delete(tx, product, rows)
     last = (page[-1].profile_type, page[-1].profile_id) if len(page) == rows_max else None
     return Step(last, len(rows))
@@ -95,9 +99,19 @@ def next_page(after: ProfileKey, rows_max: int) -> sa.Select[tuple[str, str, int
     )
 
 
-def _is_empty(row: Stored, now: int, now_us: int) -> bool:
-    """Judged under the row's lock: an update may have come since it was looked at."""
-    return bool(row.version) and row.expires_at < now and row.held_until_us < now_us and not row.segments
+def _is_empty(product: Product, row: Stored, now: int, now_us: int) -> bool:
+    """Judged under the row's lock, and by the catalog of today: an update may have come, an expiry been raised.
+
+    What the catalog does not know, or what cannot be read, is nobody's to delete.
+    """
+    if not row.version or row.segments or row.held_until_us >= now_us or row.expires_at >= now:
+        return False
+    try:
+        counters = MutableCounters(product.catalog, row.body, now)
+        counters.cleanup()
+        return not counters.serialise()
+    except PackWrong:
+        return False
 
 
 def _delete(tx: Transaction, product: Product, rows: dict[ProfileKey, Stored]) -> None:

@@ -48,7 +48,8 @@ class Weighing:
 
     def _is_due(self) -> bool:
         def counted(tx: Transaction) -> bool:
-            last = tx.execute(sa.select(sa.func.min(PROFILE_TOTALS.c.counted_at_us))).scalar()
+            known = {row.profile_type: row.counted_at_us for row in tx.execute(sa.select(PROFILE_TOTALS))}
+            last = min((known.get(each, 0) for each in self._types), default=None)
             return last is None or tx.now_us - last >= self._product.settings.idf_hours * 3600 * SECOND_US
 
         return self._store.read(counted)
@@ -80,10 +81,19 @@ class Weighing:
                 keys = counters.keys(group)
                 for counter_id in wanted:
                     self._keys.update((counter_id, key) for key in keys)
+        if len(self._keys) > 2 * KEYS_MAX:
+            self._keys = Tally(dict(self._keys.most_common(KEYS_MAX)))
 
     def _replace(self, tx: Transaction) -> None:
         """A key that stands in one profile needs no row: that is what a missing row means."""
         kept = [(place, count) for place, count in self._keys.most_common(KEYS_MAX) if count > 1]
+        totals: Columns = {
+            "profile_type": self._types,
+            "profiles": [self._totals[each] for each in self._types],
+            "counted_at_us": [tx.now_us] * len(self._types),
+        }
+        # First, so that two workers that come to the end of their walks replace the weights one after the other.
+        increment(tx, PROFILE_TOTALS, totals, latest=["profiles", "counted_at_us"])
         tx.execute(sa.delete(KEY_FREQUENCIES))
         insert(
             tx,
@@ -94,9 +104,3 @@ class Weighing:
                 "profiles": [count for _, count in kept],
             },
         )
-        totals: Columns = {
-            "profile_type": self._types,
-            "profiles": [self._totals[each] for each in self._types],
-            "counted_at_us": [tx.now_us] * len(self._types),
-        }
-        increment(tx, PROFILE_TOTALS, totals, latest=["profiles", "counted_at_us"])
