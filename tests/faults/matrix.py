@@ -12,14 +12,12 @@ import pytest
 from tests.faults.effort import LONG, rotation
 
 PARTS = ("ground", "tally", "profiles")
-# What profiles only meet through the ground.
-WITHOUT_PROFILES = ("ground", "tally")
 
 # Every cell that the run must hit; test_matrix.py keeps this table and the tests alike.
 FAULTS = {
     "killed at a system call": PARTS,
     "power lost": PARTS,
-    "server killed": WITHOUT_PROFILES,
+    "server killed": PARTS,
     "answer to COMMIT lost": PARTS,
     "COMMIT never arrived": PARTS,
     "disk full": PARTS,
@@ -30,7 +28,7 @@ FAULTS = {
     "acknowledgement lost": PARTS,
     "holder paused past its lease": PARTS,
     "poison message": PARTS,
-    "told to stop": WITHOUT_PROFILES,
+    "told to stop": ("ground", "tally"),  # profiles stop as every consumer does
     "clock jumped": ("profiles",),
     "planted bug": PARTS,
 }

@@ -202,7 +202,7 @@ class Book:
         return self.broken + self.compare(found)
 
     def look(self, tx: Transaction) -> Found:
-        return Found(tx, self._product, {fields["profile_id"] for fields in self.counted.values()})
+        return Found(tx, self._product, {str(fields["profile_id"]) for fields in self.counted.values()})
 
     def compare(self, found: Found, *, batches_known: bool = True) -> list[str]:
         """The laws that what was found breaks. Who does not know how events were gathered cannot count the changes."""

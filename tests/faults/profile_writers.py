@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from keyfold.core import metrics
 from keyfold.core.errors import Unavailable
 from keyfold.core.store import Transaction
 from keyfold.profiles.model import event_of
@@ -14,6 +15,7 @@ from tests.faults.profile_ledger import LOG, Book, Fields
 from tests.profiles import NOW, OFFER, Profiles, event
 
 EXACT = 602
+NAME = "busy profile"  # of the transactions
 WORKERS = 2
 BATCH = 4
 HOT_SHARE = 0.9
@@ -55,14 +57,16 @@ def broken_in(profiles: Profiles, sent: Sequence[Fields]) -> list[str]:
 def count(profiles: Profiles, batch: Sequence[dict[str, Any]]) -> list[str]:
     events = [(LOG, event_of(fields)) for fields in batch]
     verdicts = profiles.context.store.transact(
-        lambda tx: count_events(tx, profiles.product, events, marked=True), name="busy profile"
+        lambda tx: count_events(tx, profiles.product, events, marked=True), name=NAME
     )
     return [verdict.status for verdict in verdicts]
 
 
 def others_go_on(profiles: Profiles) -> list[str]:
     """While somebody is long at work on one profile, another is counted: the laws broken at the end."""
-    first, others = make_event(0, "busy"), [make_event(number, f"other{number}") for number in range(1, 10)]
+    # The very first update of a counter also stores its kind, for which others do wait.
+    first = event("first", "busy", [OFFER, 1], [EXACT, 1], time=NOW)
+    others = [make_event(number, f"other{number}") for number in range(1, 10)]
     count(profiles, [first])
     has_it, may_commit = threading.Event(), threading.Event()
     second = make_event(100, "busy")
@@ -73,7 +77,7 @@ def others_go_on(profiles: Profiles) -> list[str]:
         may_commit.wait(WAIT_SECONDS_MAX)
 
     with ThreadPoolExecutor(2) as pool:
-        writing = pool.submit(profiles.context.store.transact, take_long, name="busy profile")
+        writing = pool.submit(profiles.context.store.transact, take_long, name=NAME)
         try:
             assert has_it.wait(WAIT_SECONDS_MAX)
             for each in others:
@@ -85,23 +89,35 @@ def others_go_on(profiles: Profiles) -> list[str]:
     return broken_in(profiles, [first, second, *others])
 
 
-def insisting(profiles: Profiles, is_enough: Callable[[], bool], batches_max: int) -> list[str]:
-    """Batches asked for until they are answered, with the same ids: the laws broken."""
+def insisting(profiles: Profiles, is_enough: Callable[[], bool], *, first: int = 0) -> list[dict[str, Any]]:
+    """Ask for batches, each until it is answered, with the same ids: the events that were acknowledged."""
     sent: list[dict[str, Any]] = []
-    for number in range(batches_max):
-        if is_enough():
-            break
-        batch = [make_event(number * BATCH + at, f"p{at}") for at in range(BATCH)]
+    while not is_enough():
+        batch = [make_event(first + len(sent) + at, f"p{at}") for at in range(BATCH)]
+        while not (statuses := _answered(profiles, batch)):
+            pass
+        assert statuses <= {"counted", "duplicate"}, statuses
         sent += batch
-        while True:
-            try:
-                statuses = count(profiles, batch)
-                break
-            except Unavailable:
-                continue
-        if not set(statuses) <= {"counted", "duplicate"}:
-            return [f"X2: the answer is {statuses}"]
-    return broken_in(profiles, sent)
+    return sent
+
+
+def _answered(profiles: Profiles, batch: Sequence[dict[str, Any]]) -> set[str]:
+    try:
+        return set(count(profiles, batch))
+    except Unavailable:
+        return set()
+
+
+def interrupted() -> int:
+    """The transactions that lost the server under their feet and were tried again."""
+    samples = [sample for metric in metrics.RETRIES.collect() for sample in metric.samples]
+    return sum(
+        int(sample.value)
+        for sample in samples
+        if sample.name.endswith("_total")
+        and sample.labels["name"] == NAME
+        and sample.labels["reason"] in ("store-unreachable", "commit-unknown")
+    )
 
 
 def make_event(number: int, profile: str) -> dict[str, Any]:

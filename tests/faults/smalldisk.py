@@ -8,9 +8,11 @@ from keyfold.core.clock import ManualClock
 from keyfold.core.errors import StoreFull
 from keyfold.core.topics.topic import Message
 from keyfold.tally import service
-from tests.faults import ledger, scenario
+from tests.faults import ledger, profile_scenario, scenario
 from tests.faults.ledger import Ledger
+from tests.faults.profile_ledger import Book
 from tests.faults.scenario import Worker
+from tests.profiles import OFFER, event
 
 DISK_BYTES = 2 * 1024 * 1024
 ROOM_BYTES = 16 * 1024
@@ -92,6 +94,36 @@ def broken_when_full(directory: Path, template: Path, write: str) -> list[str]:
         worker.run_dry()
         found = Ledger.of(context.store)
         return broken + ledger.broken_now(found) + ledger.broken_at_the_end(found, {"a": filling.sent})
+
+
+def broken_when_counting_fills_it(directory: Path, template: Path) -> list[str]:
+    """Count events until the disk is full, look, make room, and go on: the laws broken on the way."""
+    ballast = Ballast(directory)
+    path = directory / "run.db"
+    path.write_bytes(template.read_bytes())
+    clock = ManualClock()
+    with profile_scenario.opened(f"sqlite:///{path}", clock) as context:
+        worker = profile_scenario.Worker(context, "w1")
+        book = Book(worker.product)
+
+        def count_many() -> None:
+            for _ in range(EVENTS_MAX):
+                number = len(book.counted)
+                batch = tuple(
+                    event(f"e{number}/{each}", each, [OFFER, number % 20], [OFFER, 50 + number % 20, 1, "a.example"])
+                    for each in range(3)
+                )
+                worker.ask(batch)
+                book.commit(clock.now_us(), [(fields, "counted") for fields in batch])
+
+        ballast.leave(ROOM_BYTES)
+        broken = _refused(count_many)
+        broken += book.broken_in(context.store)
+        ballast.free()
+        more = (event("at last", 1, [OFFER, 50]),)
+        worker.ask(more)
+        book.commit(clock.now_us(), [(more[0], "counted")])
+        return broken + book.broken_in(context.store)
 
 
 def _refused(work: Callable[[], object]) -> list[str]:

@@ -143,6 +143,7 @@ class Actor:
         self.name = name
         self.part = part
         self.asleep_until_step = 0
+        self.where = ""  # it stands
         self.greenlet = greenlet.greenlet(body)
 
 
@@ -246,17 +247,16 @@ class Stage(ABC):
             self._turn(self.chance.choice(awake))
 
     def _turn(self, actor: Actor) -> None:
-        where = actor.greenlet.switch()
-        self.trace.append(f"{self._step} {actor.name}: {where}")
+        actor.where = str(actor.greenlet.switch())
+        self.trace.append(f"{self._step} {actor.name}: {actor.where}")
         if actor.greenlet.dead:
             self._actors.remove(actor)
 
     def _crash(self, actor: Actor) -> None:
         """Kill, and start another in its place."""
         self._actors.remove(actor)
-        if actor.greenlet:  # begun, and not at its end
-            with contextlib.suppress(Killed):
-                actor.greenlet.throw(Killed)
+        if actor.greenlet:
+            self._kill(actor)
             self.struck["crash between two steps", actor.part] += 1
         self.trace.append(f"{self._step} {actor.name} dies")
         self._start(actor.kind)
@@ -271,10 +271,13 @@ class Stage(ABC):
         """Everybody dies, and there are no more faults; all leases pass."""
         self.faulty = False
         for actor in self._actors:
-            if actor.greenlet:
-                with contextlib.suppress(Killed):
-                    actor.greenlet.throw(Killed)
+            self._kill(actor)
         self._clock.advance(10 * LEASE_SECONDS)
+
+    def _kill(self, actor: Actor) -> None:
+        if actor.greenlet:  # begun, and not at its end
+            with contextlib.suppress(Killed):
+                actor.greenlet.throw(Killed)
 
 
 @contextlib.contextmanager

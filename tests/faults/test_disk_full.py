@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.matrix import Hit
-from tests.faults.smalldisk import broken_when_full
+from tests.faults.smalldisk import broken_when_counting_fills_it, broken_when_full
 
 pytestmark = pytest.mark.spec("CORE-02")
 
@@ -25,3 +25,12 @@ def test_a_full_disk_refuses_whole_transactions_and_reads_go_on_until_there_is_r
     """The disk fills under each kind of write in turn; then room is made and the work goes on to its end."""
     assert not broken_when_full(small_disk, template, write)
     hit(part)
+
+
+@pytest.mark.spec("PRO-02")
+@pytest.mark.fault("disk full", "profiles")
+def test_a_full_disk_refuses_whole_batches_of_events_and_profiles_are_read_until_there_is_room(
+    small_disk: Path, template: Path, hit: Hit
+) -> None:
+    assert not broken_when_counting_fills_it(small_disk, template)
+    hit("profiles")

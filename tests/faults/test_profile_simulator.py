@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.timeout(TIMEOUT_SECONDS),
 ]
 
-SEEDS, SEEDS_LONG = 700, 20_000
+SEEDS, SEEDS_LONG = 600, 20_000
 # Split, so that several test processes share the work.
 SHARES = 4
 

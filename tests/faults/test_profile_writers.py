@@ -1,19 +1,25 @@
 """Workers that meet on one profile lose and double nothing, others go on meanwhile, and a lost COMMIT costs nothing."""
 
 import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.faults.effort import TIMEOUT_SECONDS, effort, seed
 from tests.faults.matrix import Hit
 from tests.faults.pgproxy import CommitProxy, Cut
-from tests.faults.profile_writers import busy_profile, insisting, others_go_on
+from tests.faults.profile_writers import WORKERS, broken_in, busy_profile, insisting, interrupted, others_go_on
 from tests.profiles import opened
+from tests.servers.fixtures import running
 from tests.servers.postgres import PostgresServer
 
 pytestmark = [pytest.mark.spec("PRO-02", "PRO-04", "CORE-04"), pytest.mark.timeout(TIMEOUT_SECONDS)]
 
 LOST, LOST_LONG = 30, 20_000
+CYCLES, CYCLES_LONG = 3, 300
 
 
 @pytest.mark.fault("many writers of one key", "profiles")
@@ -54,9 +60,41 @@ def test_a_batch_of_events_asked_for_again_after_a_lost_commit_counts_once(
             return min(proxy.cuts[Cut.AFTER] + proxy.cuts[Cut.DURING], proxy.cuts[Cut.BEFORE]) >= lost
 
         proxy.plan = lambda: chance.choice(cuts)
-        broken = insisting(profiles, is_enough, batches_max=50 * lost)
+        sent = insisting(profiles, is_enough)
         proxy.plan = lambda: Cut.NONE
-        assert not broken
-        assert is_enough()
+        assert not broken_in(profiles, sent)
         hit("profiles", proxy.cuts[Cut.AFTER] + proxy.cuts[Cut.DURING], fault="answer to COMMIT lost")
         hit("profiles", proxy.cuts[Cut.BEFORE], fault="COMMIT never arrived")
+
+
+@pytest.fixture
+def server() -> Iterator[PostgresServer]:
+    """A server of its own, which is killed."""
+    yield from running(PostgresServer)
+
+
+@pytest.mark.fault("server killed", "profiles")
+def test_a_server_killed_while_events_are_counted_keeps_every_one_that_was_acknowledged_once(
+    server: PostgresServer, hit: Hit
+) -> None:
+    """Two callers insist through every kill; nobody is told to stop."""
+    chosen = seed()
+    print(f"KEYFOLD_FAULTS_SEED={chosen}")
+    chance = random.Random(chosen)
+    has_ended = threading.Event()
+    with (
+        opened(server.create_database("profiles"), kernel="numpy") as profiles,
+        ThreadPoolExecutor(WORKERS) as pool,
+    ):
+        first = [number * 10_000_000 for number in range(WORKERS)]
+        asking = [pool.submit(insisting, profiles, has_ended.is_set, first=each) for each in first]
+        try:
+            for _ in range(effort(CYCLES, CYCLES_LONG)):
+                before = interrupted()
+                time.sleep(chance.uniform(0.2, 0.6))
+                server.kill()
+                server.start()
+                hit("profiles", interrupted() - before)
+        finally:
+            has_ended.set()
+        assert not broken_in(profiles, [fields for each in asking for fields in each.result()])

@@ -11,7 +11,6 @@ EXACT = 602
 
 
 @pytest.mark.spec("PRO-04", "CORE-02")
-@pytest.mark.xfail(strict=True, reason="what is released is held against future_seconds_max again, and lost")
 def test_an_update_that_is_released_after_the_clock_went_back_is_not_lost(tmp_path: Path) -> None:
     """It was accepted when its time lay behind now; X1 does not ask what the clock says later."""
     with opened(f"sqlite:///{tmp_path / 'keyfold.db'}") as profiles:
@@ -24,7 +23,6 @@ def test_an_update_that_is_released_after_the_clock_went_back_is_not_lost(tmp_pa
 
 
 @pytest.mark.spec("PRO-04", "PRO-06")
-@pytest.mark.xfail(strict=True, reason="held_until_us moves back with the clock, so what waits is not looked at")
 def test_what_waits_is_found_for_its_whole_period_also_where_the_clock_went_back_meanwhile(tmp_path: Path) -> None:
     with opened(f"sqlite:///{tmp_path / 'keyfold.db'}") as profiles:
         profiles.count(event("a", 1, [OFFER, 5, 1, "a.example"]))
@@ -36,7 +34,6 @@ def test_what_waits_is_found_for_its_whole_period_also_where_the_clock_went_back
 
 
 @pytest.mark.spec("PRO-02")
-@pytest.mark.xfail(strict=True, reason="a repeat in the batch of a refused event is told that it was counted before")
 def test_the_repeat_of_an_event_that_is_refused_in_the_same_batch_is_not_called_a_duplicate(tmp_path: Path) -> None:
     with opened(f"sqlite:///{tmp_path / 'keyfold.db'}") as profiles:
         profiles.count(event("full", 1, [EXACT, 5, 2**64 - 1]), log="order")

@@ -10,6 +10,7 @@ from keyfold.counters.bulk import KernelName, reading
 from keyfold.counters.catalog import Catalog, Kind
 from keyfold.counters.errors import KindWrong, PackEmpty, PackWrong, RowsMissing
 from keyfold.counters.messages_pb2 import Profile, ValueType
+from keyfold.counters.packs import NAMES, as_legacy
 from keyfold.profiles.answers import as_protobuf, as_structs
 from keyfold.profiles.service.reading import Read, View, packs_of
 from tests.unit.counters.test_bulk import CATALOG as OTHER
@@ -110,6 +111,39 @@ def test_hostile_bodies_are_read_alike_and_one_that_is_refused_is_not_passed_on(
 def test_a_body_that_breaks_an_invariant_is_read_alike(kernel: KernelName, how: str) -> None:
     for wanted in ({1}, {2}, {10}, {20}, {1, 2, 3, 10, 20}):
         must_be_alike(CATALOG, [spoiled(how), with_unknown(), spoiled(how)], frozenset(wanted), NOW, kernel)
+
+
+def crafted(*rows: tuple[int, list[float]], older: bool = False) -> bytes:
+    """One pack of two keys with rows as they are given; its last row in the older form, if told so."""
+    profile = Profile()
+    pack = profile.packed_counters.add(keys=[5, 6])
+    for counter_id, values in rows:
+        pack.counter_ids.append(counter_id)
+        field = getattr(pack.values.add(), NAMES[CATALOG[counter_id].kind])
+        field.value.extend([float(v) if CATALOG[counter_id].kind in (1, 2) else int(v) for v in values])
+    if older:
+        profile.counters.append(list(as_legacy(pack))[-1])
+        del pack.counter_ids[-1], pack.values[-1]
+    return profile.SerializeToString()
+
+
+@pytest.mark.spec("CNT-09", "CNT-10")
+@kernels
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(crafted((1, [1, 2]), (1, [3, 4]), (10, [NOW, NOW])), id="a counter twice in a pack"),
+        pytest.param(crafted((1, [1, 2])), id="a group without its time"),
+        pytest.param(crafted((1, [1, 2, 3]), (10, [NOW, NOW])), id="a row too long"),
+        pytest.param(crafted((1, [1, 2]), (10, [NOW, NOW, NOW])), id="a time too many"),
+        pytest.param(crafted((1, [1, 2]), (10, [NOW])), id="a time too few"),
+        pytest.param(crafted((1, [1, 2]), (10, [NOW, NOW]), (20, [1, 2])), id="two groups in a pack"),
+        pytest.param(crafted((1, [1, 2]), (10, [NOW, NOW]), (20, [1, 2]), older=True), id="partly in the older form"),
+    ],
+)
+def test_a_pack_that_is_not_one_whole_group_is_read_alike(kernel: KernelName, body: bytes) -> None:
+    for wanted in ({1}, {10}, {1, 10}, {1, 10, 20}):
+        must_be_alike(CATALOG, [body, folded([[(1, 7, 2.0, NOW)]]), body], frozenset(wanted), NOW, kernel)
 
 
 @pytest.mark.spec("CNT-09")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import numba
 import numpy as np
 
+from keyfold.counters.bulk import reading
 from keyfold.counters.bulk.columns import Bytes, Floats, Ints, Words
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -288,3 +289,6 @@ def _word32(buffer: Bytes, at: int) -> Any:
 @_compiled
 def _word64(buffer: Bytes, at: int) -> Any:
     return np.uint64(_word32(buffer, at)) | np.uint64(_word32(buffer, at + 4)) << _HALF
+
+
+assert CODE_BITS == reading.CODE_BITS  # `Plan.shape` takes codes apart
