@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from keyfold.core import deadletters
-from keyfold.core.errors import Conflict, SettingsWrong
+from keyfold.core.errors import Conflict, SettingsWrong, TooLarge
 from keyfold.core.store import Transaction
 from keyfold.core.workers import consumer_named
 from keyfold.counters.errors import CatalogWrong
@@ -21,7 +21,7 @@ from keyfold.profiles.answers import as_protobuf, as_structs
 from keyfold.profiles.service import sweeping
 from keyfold.profiles.service.explaining import explain
 from keyfold.profiles.service.exporting import export
-from keyfold.profiles.service.reading import view_of
+from keyfold.profiles.service.reading import read_profiles, view_of
 from keyfold.profiles.service.weighing import Weighing
 from keyfold.profiles.settings import ClientView
 from keyfold.profiles.tables import EVENT_MARKS, HELD_UPDATES, PROFILES
@@ -717,3 +717,45 @@ def test_the_kind_of_a_counter_is_free_until_something_of_it_is_stored(tmp_path:
         profiles.count(event("1", 1, [OFFER, 5]))
     with pytest.raises(CatalogWrong, match="use a new id"), opened(url):
         pass
+
+
+@pytest.mark.spec("PRO-08")
+def test_a_profile_that_is_broken_in_the_store_says_so_and_disturbs_no_other(profiles: Profiles) -> None:
+    profiles.count(event("1", 1, [OFFER, 5]), event("2", 2, [OFFER, 5]))
+
+    def spoil(tx: Transaction) -> None:
+        broken = Profile.FromString(
+            tx.execute(sa.select(PROFILES.c.body).where(PROFILES.c.profile_id == "1")).scalar_one()
+        )
+        broken.packed_counters[0].values[0].float_values.value[0] = float("nan")
+        body = broken.SerializeToString()
+        tx.execute(sa.update(PROFILES).where(PROFILES.c.profile_id == "1").values(body=body))
+
+    profiles.context.store.transact(spoil)
+    assert "not finite" in profiles.read(1).problem
+    assert profiles.read(1).packs == []
+    assert profiles.values(2) == {5: 1.0}
+    assert "not finite" in profiles.read(1, 2).problem
+
+
+@pytest.mark.spec("PRO-08", "CORE-16")
+def test_what_one_request_may_read_is_bounded(store_url: str) -> None:
+    with opened(store_url, read_bytes_max=1_000_000, profile_bytes_max=250_000) as profiles:
+        profiles.count(event("1", 1, *[[630, 2**63 + n] for n in range(1_000)]), log="order")
+        view = view_of(profiles.product, UNRESTRICTED, None)
+
+        def read(people: int) -> int:
+            entries = [([("user", "1")], view)] * people
+            return len(profiles.context.store.read(lambda tx: read_profiles(tx, profiles.product, entries)))
+
+        assert read(40) == 40
+        with pytest.raises(TooLarge, match="1000000 are allowed"):
+            read(80)
+
+
+@pytest.mark.spec("CNT-16")
+def test_before_the_first_count_nothing_is_weighed(profiles: Profiles) -> None:
+    idf = next(c for c in profiles.product.catalog.counters.values() if c.idf)
+    profiles.count(event("1", 1, [idf.id, 1, 2.5]), log=idf.input_types[0])
+    view = view_of(profiles.product, UNRESTRICTED, [idf.id], weighted=True)
+    assert profiles.read(1, view=view).packs[0].rows[0][1] == [2.5]

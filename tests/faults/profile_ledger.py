@@ -6,7 +6,7 @@ compares a store with that. Each broken law is a sentence that begins with the n
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -116,10 +116,19 @@ class Book:
         for place, waiting in self._waiting.items():
             self._waiting[place] = self._alive(waiting, now_us)
 
-    def may_be_refused(self, fields: Fields, now_us: int) -> bool:
-        """Only what cannot be kept: a sum of more than 64 bits, a time too far ahead."""
-        too_far = fields["time"] > now_us // 1_000_000 + self._product.settings.future_seconds_max
-        return too_far or any(value >= 2**63 for _, _, value, _ in updates_of(fields))
+    def keep_only(self, profiles: Collection[str], now_us: int) -> None:
+        """A sweep has left these; what it deleted must have expired, and does not come back with the clock."""
+        for gone in set(self._profiles) - set(profiles):
+            if left := self._profiles.pop(gone).read(now_us // 1_000_000):
+                self.broken.append(f"X1: {gone} was swept, and had {left}")
+
+    def _may_be_refused(self, fields: Fields) -> bool:
+        """Only what may not fit: a sum of more than 64 bits."""
+        return any(value >= 2**63 for _, _, value, _ in updates_of(fields))
+
+    def _is_ahead(self, fields: Fields, now_us: int) -> bool:
+        """Refused before anything else is looked at, so a repeat may be too, where the clock went back."""
+        return bool(fields["time"] > now_us // 1_000_000 + self._product.settings.future_seconds_max)
 
     def _judge(self, fields: Fields, status: str, now_us: int) -> None:
         """Behind the watermark a repeat is known as such only while its mark is there."""
@@ -128,7 +137,9 @@ class Book:
         if fields["time"] < self._watermark:
             right.append("late")
         elif known is None:
-            right = ["counted", "refused"] if self.may_be_refused(fields, now_us) else ["counted"]
+            right = ["counted", "refused"] if self._may_be_refused(fields) else ["counted"]
+        if self._is_ahead(fields, now_us):
+            right.append("refused")
         if status not in right:
             self.broken.append(f"X2: {fields['event_id']} is said to be {status}, it is {right[0]}")
         if status in ("late", "refused"):

@@ -23,7 +23,7 @@ from keyfold.core.errors import Conflict, KeyfoldError, TicketRefused
 from keyfold.core.leases.sql import SqlLeases
 from keyfold.core.relay import Relay
 from keyfold.core.settings import Settings, load
-from keyfold.core.store import Transaction
+from keyfold.core.store import Store, Transaction
 from keyfold.core.topics.topic import Message
 from keyfold.profiles import handlers, worker
 from keyfold.profiles.handlers import Event, Handlers
@@ -33,6 +33,7 @@ from keyfold.profiles.service import counting
 from keyfold.profiles.service.product import PROFILES_TOPIC, Product, section
 from keyfold.profiles.settings import ProfilesSettings
 from keyfold.profiles.tables import HELD_UPDATES
+from keyfold.profiles.tables import PROFILES as PROFILE_ROWS
 from keyfold.profiles.worker import Sweep, consumer_name
 from tests.faults.profile_ledger import LOG, Book, Fields, Found
 from tests.faults.scenario import LEASE_SECONDS
@@ -45,8 +46,8 @@ TOPIC = f"{LOG}-log"
 PARTITIONS = 2
 BATCH_MAX = 3
 BATCHES, SENT = 4, 10  # of each asker; in the topic
-# In all less than future_seconds_max: see the first of test_profiles_found.py.
-BACK_SECONDS_MAX = 0.8 * DAY
+# Further than future_seconds_max: see the first of test_profiles_found.py.
+BACK_SECONDS_MAX = 4 * DAY
 TOO_MUCH = [EXACT, 9, 2**63]  # twice is more than 64 bits
 PROFILES = ("u0", "u1", "u2")
 AT_WORK = (f"before {consumer_name(LOG)}", f"after reading {TOPIC}")
@@ -373,6 +374,9 @@ class ProfileSimulation(Stage):
             self.book.move_watermark(tx.now_us)
         elif name == "unconfirmed":
             self.book.sweep(tx.now_us)
+        elif name == "sweep profiles":
+            left = Store.read(self._store, lambda tx: tx.execute(sa.select(PROFILE_ROWS.c.profile_id)).scalars().all())
+            self.book.keep_only(left, tx.now_us)
 
 
 def settings(url: str) -> Settings:

@@ -71,20 +71,22 @@ class Segment(_message.Message):
     def __init__(self, id: _Optional[str] = ..., evaluation_version: _Optional[int] = ...) -> None: ...
 
 class Profile(_message.Message):
-    __slots__ = ("type", "id", "packed_counters", "counters", "segments", "version")
+    __slots__ = ("type", "id", "packed_counters", "counters", "segments", "version", "problem")
     TYPE_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     PACKED_COUNTERS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
     type: str
     id: str
     packed_counters: _containers.RepeatedCompositeFieldContainer[CounterPack]
     counters: _containers.RepeatedCompositeFieldContainer[Counter]
     segments: _containers.RepeatedCompositeFieldContainer[Segment]
     version: int
-    def __init__(self, type: _Optional[str] = ..., id: _Optional[str] = ..., packed_counters: _Optional[_Iterable[_Union[CounterPack, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., version: _Optional[int] = ...) -> None: ...
+    problem: str
+    def __init__(self, type: _Optional[str] = ..., id: _Optional[str] = ..., packed_counters: _Optional[_Iterable[_Union[CounterPack, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., version: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class LeftOut(_message.Message):
     __slots__ = ("counter_id", "reason")

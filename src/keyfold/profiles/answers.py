@@ -46,8 +46,11 @@ class Segment(Struct, frozen=True, gc=False):
     evaluation_version: int
 
 
-class Profile(Struct, frozen=True, gc=False):
-    """One person, banner, page, …; of several ids, the type and id of the first, and the sum of the versions."""
+class Profile(Struct, frozen=True, gc=False, omit_defaults=True):
+    """One person, banner, page, …; of several ids, the type and id of the first, and the sum of the versions.
+
+    `problem` is there only where the counters that are stored cannot be read, and says why.
+    """
 
     type: str
     id: str
@@ -55,6 +58,7 @@ class Profile(Struct, frozen=True, gc=False):
     counters: list[Counter]
     segments: list[Segment]
     version: int
+    problem: str = ""
 
 
 class Profiles(Struct, frozen=True):
@@ -72,7 +76,7 @@ def as_structs(read: Sequence[Read], view: View) -> Profiles:
 def as_protobuf(read: Sequence[Read], view: View) -> bytes:
     answer = messages.Profiles()
     for each in read:
-        profile = answer.profiles.add(type=each.key[0], id=each.key[1], version=each.version)
+        profile = answer.profiles.add(type=each.key[0], id=each.key[1], version=each.version, problem=each.problem)
         for name, version in each.segments:
             profile.segments.add(id=name, evaluation_version=version)
         for pack in each.packs:
@@ -86,12 +90,12 @@ def _profile(read: Read, legacy: bool) -> Profile:
     segments = [Segment(name, version) for name, version in read.segments]
     if legacy:
         older = [counter for pack in read.packs for counter in _older(pack)]
-        return Profile(read.key[0], read.key[1], [], older, segments, read.version)
+        return Profile(read.key[0], read.key[1], [], older, segments, read.version, read.problem)
     packs = [
         CounterPack(pack.counter_ids, pack.keys, [_VALUES[kind](values) for kind, values in pack.rows])
         for pack in read.packs
     ]
-    return Profile(read.key[0], read.key[1], packs, [], segments, read.version)
+    return Profile(read.key[0], read.key[1], packs, [], segments, read.version, read.problem)
 
 
 def _older(pack: Pack) -> list[Counter]:

@@ -36,6 +36,9 @@ class ProfilesSettings(Section, frozen=True, kw_only=True):
     profile_bytes_max: Annotated[
         int, Meta(ge=1_000, le=8_000_000, description="largest body of a profile; what would exceed it is refused")
     ] = 256_000
+    read_bytes_max: Annotated[
+        int, Meta(ge=1_000_000, le=2**31, description="most bytes of stored profiles that one request may read")
+    ] = 32_000_000
     ids_max: Annotated[int, Meta(ge=1, le=1_000, description="most ids of one person in a read")] = 100
     publish: Annotated[bool, Meta(description="publish every changed profile to the topic `profiles`")] = True
     segments_topic: Annotated[str, Meta(description="the topic that segment sets are taken from")] = "cdp-segments-log"

@@ -110,6 +110,9 @@ class SqliteEngine:
     def now_us(self, connection: sa.Connection) -> int:
         return time.time_ns() // 1_000
 
+    def about_now_us(self, connection: sa.Connection) -> int:
+        return self.now_us(connection)
+
     def meaning(self, error: sa.exc.DBAPIError) -> KeyfoldError | None:
         """What a driver's error means to us; LostRace and StoreUnreachable are tried again."""
         code = getattr(error.orig, "sqlite_errorcode", 0) or 0

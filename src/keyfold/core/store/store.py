@@ -40,6 +40,7 @@ class Engine(Protocol):
     def commit(self, connection: sa.Connection) -> None: ...
     def rollback(self, connection: sa.Connection) -> None: ...
     def now_us(self, connection: sa.Connection) -> int: ...
+    def about_now_us(self, connection: sa.Connection) -> int: ...
     def meaning(self, error: sa.exc.DBAPIError) -> KeyfoldError | None: ...
     def close(self) -> None: ...
 
@@ -47,7 +48,10 @@ class Engine(Protocol):
 class Transaction:
     """What work inside a transaction may use. `now_us` is the database's clock, read once."""
 
-    def __init__(self, connection: sa.Connection, engine: Engine, clock: Clock | None) -> None:
+    def __init__(
+        self, connection: sa.Connection, engine: Engine, clock: Clock | None, *, is_read: bool = False
+    ) -> None:
+        self._is_read = is_read
         self.connection = connection
         self.dialect = connection.dialect
         self.engine = engine
@@ -85,7 +89,8 @@ class Transaction:
     @property
     def now_us(self) -> int:
         if self._now_us is None:
-            self._now_us = self._clock.now_us() if self._clock else self.engine.now_us(self.connection)
+            asked = self.engine.about_now_us if self._is_read else self.engine.now_us
+            self._now_us = self._clock.now_us() if self._clock else asked(self.connection)
         return self._now_us
 
 
@@ -213,7 +218,7 @@ class Store:
                 _pause(attempt)
             try:
                 with open_connection() as connection:
-                    return work(Transaction(connection, self.engine, self._clock))
+                    return work(Transaction(connection, self.engine, self._clock, is_read=True))
             except sa.exc.TimeoutError as error:
                 raise StoreBusy("no connection to the store became free", retry_after_seconds=1) from error
             except sa.exc.DBAPIError as error:

@@ -155,11 +155,15 @@ def _profile(
                 for index in range(count):
                     bits32[0] = _word32(buffer, values_at + 4 * index)
                     floats[floats_at + index] = np.float64(box32[0])
+                if not _are_finite(floats, floats_at, count):
+                    return _MISSING, words_at, floats_at
                 floats_at += count
             elif kind == DOUBLE:
                 for index in range(count):
                     bits64[0] = _word64(buffer, values_at + 8 * index)
                     floats[floats_at + index] = box64[0]
+                if not _are_finite(floats, floats_at, count):
+                    return _MISSING, words_at, floats_at
                 floats_at += count
             elif kind == FIXED32:
                 for index in range(count):
@@ -231,6 +235,14 @@ def _are_live(buffer: Bytes, at: int, count: int, oldest: int) -> bool:
     for index in range(count):
         expired |= bool(np.int64(_word32(buffer, at + 4 * index)) < oldest)
     return not expired
+
+
+@_compiled
+def _are_finite(floats: Floats, at: int, count: int) -> bool:
+    total = 0.0
+    for index in range(count):
+        total += floats[at + index] * 0.0  # 0, or not a number from the first that is not finite
+    return bool(total == 0.0)
 
 
 @_compiled

@@ -7,6 +7,7 @@ expired, is too much, is in another form, is broken) is answered None, and the c
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
+from math import isfinite
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,9 +17,9 @@ from keyfold.counters.bulk.columns import Ints, KernelName, Words
 from keyfold.counters.bulk.folding import has_numba
 from keyfold.counters.bulk.tables import tables_of
 from keyfold.counters.catalog import Catalog, Kind
-from keyfold.counters.errors import BodyUnreadable
+from keyfold.counters.errors import PackWrong
 from keyfold.counters.model import Number
-from keyfold.counters.packs import NAMES, parsed
+from keyfold.counters.packs import NAMES, must_be_whole, parsed
 
 # What one run of the loop holds in memory is some twenty times this.
 CHUNK_BYTES = 1 << 20
@@ -86,7 +87,9 @@ class Plan:
     def _layout(self, ids: tuple[int, ...]) -> Layout | None:
         picked = [(index, each) for index, each in enumerate(ids) if each in self.wanted]
         if not picked:
-            return Layout([], []) if ids else None
+            wanted = {self.catalog.group_of(each).id for each in self.wanted if each in self.catalog}
+            others = {self.catalog.group_of(each).id for each in ids if each in self.catalog}
+            return Layout([], []) if ids and not wanted & others else None
         if not all(each in self.catalog for each in ids):
             return None
         group = self.catalog.group_of(picked[0][1])
@@ -202,7 +205,8 @@ def _by_protobuf(plan: Plan, body: bytes, now: int) -> list[Pack] | None:
     """Measured: reaching into a message costs more than the numbers, so nothing is asked of it twice."""
     try:
         profile = parsed(body)
-    except BodyUnreadable:
+        must_be_whole(profile, plan.catalog)
+    except PackWrong:
         return None
     if profile.counters:
         return None
@@ -225,7 +229,7 @@ def _by_protobuf(plan: Plan, body: bytes, now: int) -> list[Pack] | None:
         for index, kind, name in layout.rows:
             # A row of another kind looks empty here.
             column = getattr(values[index], name).value[:]
-            if len(column) != count:
+            if len(column) != count or (kind in REAL and not all(map(isfinite, column))):
                 return None
             rows.append((kind, column))
         packs.append(Pack(layout.counter_ids, keys, rows))

@@ -6,7 +6,7 @@ import numpy as np
 from msgspec import Struct
 
 from keyfold.core.errors import KeyfoldError, SettingsWrong
-from keyfold.counters.bulk import Folded, Updates, fold
+from keyfold.counters.bulk import Folded, Updates, fold, reading
 from keyfold.counters.catalog import Kind
 from keyfold.counters.errors import UpdateRefused
 from keyfold.profiles.model import Held, ProfileKey, Ready, Row, rows_of
@@ -81,7 +81,8 @@ class Batch:
             bodies,
             updates,
             now=now,
-            future_seconds_max=2**32,  # every time was judged when its event arrived; the clock may have gone back since
+            future_seconds_max=2
+            ** 32,  # every time was judged when its event arrived; the clock may have gone back since
             kernel=product.settings.kernel,
         )
 
@@ -95,6 +96,7 @@ def warm(product: Product) -> None:
     batch.add_rows([Row(("", ""), counter, 1, 1, 1, 0, "", "", 0)])
     try:
         batch.folded(product, [b""], 1)
+        reading.warm(product.catalog, kernel=product.settings.kernel)
     except ImportError:
         raise SettingsWrong(
             "Numba is not installed", place="profiles.kernel", hint="pip install 'keyfold[kernels]', or set it to auto"

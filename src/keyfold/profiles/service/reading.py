@@ -5,18 +5,19 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from keyfold.core.errors import NotFound
+from keyfold.core.errors import NotFound, TooLarge
 from keyfold.core.store import Transaction
 from keyfold.core.store.shapes import load
 from keyfold.counters.bulk import reading as bulk
 from keyfold.counters.bulk.reading import Pack
 from keyfold.counters.catalog import Catalog, Counter, Group, Kind
 from keyfold.counters.counters import Counters, MutableCounters
+from keyfold.counters.errors import PackWrong
 from keyfold.counters.messages_pb2 import Profile
 from keyfold.counters.model import Number
-from keyfold.counters.packs import FIELDS, parsed, shape
+from keyfold.counters.packs import must_be_whole, parsed
 from keyfold.profiles.model import Held, ProfileKey, released_by_merge
 from keyfold.profiles.service.holding import Place, held_at
 from keyfold.profiles.service.product import Product
@@ -49,6 +50,7 @@ class Read(Struct, frozen=True, gc=False):
     packs: list[Pack]
     segments: list[tuple[str, int]]
     version: int
+    problem: str = ""  # why its counters cannot be read
 
 
 def view_of(
@@ -65,8 +67,11 @@ def view_of(
     asked = [catalog[each] for each in wanted] if wanted is not None else list(catalog.counters.values())
     given: set[int] = set()
     left_out: list[LeftOut] = []
-    for counter in asked if "counters" in client.keywords else ():
-        if counter.restriction is not None and counter.restriction not in client.restrictions:
+    for counter in asked:
+        if "counters" not in client.keywords:
+            if wanted is not None:
+                left_out.append(LeftOut(counter.id, "this client receives no counters"))
+        elif counter.restriction is not None and counter.restriction not in client.restrictions:
             left_out.append(LeftOut(counter.id, f"needs a grant for {counter.restriction}"))
         elif configured is not None and counter.id not in configured:
             if wanted is not None:
@@ -89,16 +94,28 @@ def read_profiles(
     # Whoever is read with others is looked up among the held back whether or not anything is there: the work shows not.
     merged = sorted({key for ids, _ in entries if len(ids) > 1 for key in ids})
     held = _held(tx, product, merged) if merged and product.delayed else {}
-    weights = _Weights(tx, product) if any(view.weighted for _, view in entries) else None
     rows = [[row for key in ids if (row := found.get(key)) is not None and row[2]] for ids, _ in entries]
+    _must_not_be_too_much(product, rows)
     read: list[Read] = []
     for (ids, view), own, passed_on in zip(entries, rows, _passed_on(product, entries, rows, now), strict=True):
-        packs = _looked_at(product, ids, view, own, held, now) if passed_on is None else passed_on
-        if weights and view.weighted:
-            packs = weights.applied(packs)
+        packs, problem = passed_on, ""
+        if packs is None:
+            packs, problem = _looked_at(product, ids, view, own, held, now)
         segments = _segments(own) if view.segments else []
-        read.append(Read(ids[0], packs, segments, sum([row[2] for row in own])))
+        read.append(Read(ids[0], packs, segments, sum([row[2] for row in own]), problem))
+    if any(view.weighted for _, view in entries):
+        return weighted(tx, product, read, [view.weighted for _, view in entries])
     return read
+
+
+def _must_not_be_too_much(product: Product, rows: Sequence[Sequence[tuple[Any, ...]]]) -> None:
+    """A few bytes may ask for many: what is answered is bounded as what is asked."""
+    size, size_max = sum([len(row[0]) for own in rows for row in own]), product.settings.read_bytes_max
+    if size > size_max:
+        raise TooLarge(
+            f"the profiles of one request have {size} bytes together, {size_max} are allowed",
+            hint="Read fewer people at once",
+        )
 
 
 def stored_bodies(tx: Transaction, keys: Sequence[ProfileKey]) -> dict[ProfileKey, bytes]:
@@ -136,14 +153,20 @@ def _looked_at(
     rows: Sequence[tuple[Any, ...]],
     held: Mapping[ProfileKey, list[tuple[int, Held]]],
     now: int,
-) -> list[Pack]:
-    """The packs of one person where they cannot be passed on as they lie."""
-    if not view.counters:
-        return []
-    if len(ids) == 1:
-        return packs_of(product.catalog, bytes(rows[0][0]), view, now) if rows else []
-    merged = merged_profile(product, [bytes(row[0]) for row in rows], [held.get(key, []) for key in ids], now)
-    return _picked(merged, view, now)
+) -> tuple[list[Pack], str]:
+    """The packs of one person where they cannot be passed on as they lie; or why they cannot be read at all.
+
+    A profile that is broken in the store is no fault of the caller, nor of the others that were asked for.
+    """
+    try:
+        if not view.counters:
+            return [], ""
+        if len(ids) == 1:
+            return (packs_of(product.catalog, bytes(rows[0][0]), view, now) if rows else []), ""
+        merged = merged_profile(product, [bytes(row[0]) for row in rows], [held.get(key, []) for key in ids], now)
+        return _picked(merged, view, now), ""
+    except PackWrong as error:
+        return [], str(error)
 
 
 def merged_profile(
@@ -171,55 +194,16 @@ def merged_profile(
 
 
 def packs_of(catalog: Catalog, body: bytes, view: View, now: int) -> list[Pack]:
-    """The counters of one stored profile, whatever its form. A pack that needs nothing done to it is passed on."""
+    """The counters of one stored profile, whatever its form, key by key."""
     profile = parsed(body)
-    picked: list[Pack] = []
-    slow: Counters | None = None
-    done: set[int] = set()
-    for pack in profile.packed_counters:
-        ids, values = shape(pack)
-        wanted = [index for index, each in enumerate(ids) if each in view.counters]
-        if not wanted:
-            continue
-        group = catalog.group_of(ids[wanted[0]])
-        if group.id in done:
-            continue
-        if not view.at_now and _is_plain(group, ids, values, now, len(pack.keys)):
-            rows = [row for index in wanted if (row := _row(values[index]))]
-            if len(rows) == len(wanted):  # otherwise one is of a kind of a later version
-                picked.append(Pack([ids[index] for index in wanted], list(pack.keys), rows))
-                continue
-        slow = slow or Counters(catalog, body, now)
-        for each in sorted({catalog.group_of(ids[index]).id for index in wanted}):
-            done.add(each)
-            picked += _pack(slow, catalog.groups[each], view, now)
-    if profile.counters:  # an older form that was stored by someone else
-        return _picked(Counters(catalog, body, now), view, now)
-    return picked
-
-
-def _is_plain(group: Group, ids: Sequence[int], values: Sequence[Any], now: int, count: int) -> bool:
-    """Whether a stored pack is one whole group, nothing of it expired and no key too many."""
-    if group.time is None:
-        return len(ids) == 1
-    members = group.counter_ids
-    if any(each not in members for each in ids) or group.time.id not in ids:
-        return False
-    if group.records_max is not None and count > group.records_max:
-        return False
-    if group.expire_seconds is None:
-        return True
-    times = values[list(ids).index(group.time.id)].fixed32_values.value
-    return len(times) == count and min(times) >= now - group.expire_seconds
-
-
-def _row(row: Any) -> tuple[Kind, Sequence[Number]] | None:
-    field = row.WhichOneof("value")
-    return (FIELDS[field], list(getattr(row, field).value)) if field else None
+    must_be_whole(profile, catalog)
+    return _picked(Counters(catalog, body, now), view, now)
 
 
 def _picked(counters: Counters, view: View, now: int) -> list[Pack]:
-    return [pack for group in counters.groups() for pack in _pack(counters, group, view, now)]
+    """The packs of the groups that are wanted; what is wrong with others is not looked at."""
+    wanted = {counters.catalog.group_of(each).id for each in view.counters if each in counters.catalog}
+    return [pack for each in sorted(wanted) for pack in _pack(counters, counters.catalog.groups[each], view, now)]
 
 
 def _pack(counters: Counters, group: Group, view: View, now: int) -> list[Pack]:
@@ -262,36 +246,48 @@ def _held(tx: Transaction, product: Product, keys: Sequence[ProfileKey]) -> dict
     by_profile: dict[ProfileKey, list[tuple[int, Held]]] = {}
     places: Mapping[Place, list[Held]] = held_at(tx, product, columns)
     for (profile_type, profile_id, group_id, _), waiting in places.items():
-        known = [each for each in waiting if each.counter_id in product.catalog]
-        by_profile.setdefault((profile_type, profile_id), []).extend((group_id, each) for each in known)
+        by_profile.setdefault((profile_type, profile_id), []).extend((group_id, each) for each in waiting)
     return by_profile
 
 
-class _Weights:
-    """The weight of rare keys: ln((1 + N) / (1 + df)), with N and df as the last run of the job counted them."""
+def weighted(tx: Transaction, product: Product, read: Sequence[Read], asked: Sequence[bool]) -> list[Read]:
+    """Values of Idf counters by the weight of their keys: ln((1 + N) / (1 + df)), as the last run of the job counted.
 
-    def __init__(self, tx: Transaction, product: Product) -> None:
-        self._tx = tx
-        self._product = product
-        self._totals = {row.profile_type: row.profiles for row in tx.execute(sa.select(PROFILE_TOTALS))}
-        self._weights: dict[tuple[int, int], float] = {}
+    Before the first run nothing is weighed. A key that no row speaks of stands in one profile: this one.
+    """
+    totals = {row.profile_type: row.profiles for row in tx.execute(sa.select(PROFILE_TOTALS))}
+    idf = {
+        c.id: totals[c.profile_type] for c in product.catalog.counters.values() if c.idf and c.profile_type in totals
+    }
+    places = {
+        (counter_id, key)
+        for one, is_asked in zip(read, asked, strict=True)
+        if is_asked
+        for pack in one.packs
+        for counter_id in pack.counter_ids
+        if counter_id in idf
+        for key in pack.keys
+    }
+    columns = {"counter_id": [each for each, _ in places], "key": [each for _, each in places]}
+    known = {place: count for place, (count,) in load(tx, KEY_FREQUENCIES, columns, ("profiles",)).items()}
+    weights = {
+        (counter_id, key): math.log((1 + idf[counter_id]) / (1 + min(idf[counter_id], known.get((counter_id, key), 1))))
+        for counter_id, key in places
+    }
+    return [
+        structs.replace(one, packs=[_weighed(pack, weights, idf) for pack in one.packs]) if is_asked else one
+        for one, is_asked in zip(read, asked, strict=True)
+    ]
 
-    def applied(self, packs: Sequence[Pack]) -> list[Pack]:
-        return [
-            Pack(p.counter_ids, p.keys, [self._row(c, p, row) for c, row in zip(p.counter_ids, p.rows, strict=True)])
-            for p in packs
-        ]
 
-    def _row(self, counter_id: int, pack: Pack, row: tuple[Kind, Sequence[Number]]) -> tuple[Kind, Sequence[Number]]:
-        counter = self._product.catalog[counter_id]
-        if not counter.idf:
-            return row
-        total = self._totals.get(counter.profile_type, 0)
-        keys = {"counter_id": [counter_id] * len(pack.keys), "key": list(pack.keys)}
-        # A key that no row speaks of stands in one profile: this one.
-        known = load(self._tx, KEY_FREQUENCIES, keys, ("profiles",))
-        weights = [math.log((1 + total) / (1 + min(total, known.get((counter_id, key), (1,))[0]))) for key in pack.keys]
-        return Kind.DOUBLE, [value * weight for value, weight in zip(row[1], weights, strict=True)]
+def _weighed(pack: Pack, weights: Mapping[tuple[int, int], float], idf: Collection[int]) -> Pack:
+    rows: list[tuple[Kind, Sequence[Number]]] = [
+        (Kind.DOUBLE, [value * weights[counter_id, key] for key, value in zip(pack.keys, row[1], strict=True)])
+        if counter_id in idf
+        else row
+        for counter_id, row in zip(pack.counter_ids, pack.rows, strict=True)
+    ]
+    return Pack(pack.counter_ids, pack.keys, rows)
 
 
 def must_be_counters(product: Product, wanted: Collection[int | str]) -> None:
