@@ -74,7 +74,7 @@ COUNTER_KINDS = table(
     distribute_by=EVERYWHERE,
 )
 
-# In how many profiles a key of an Idf counter stands; `round` is the run of the job that counted it.
+# In how many profiles a key of an Idf counter stands, where it is more than one.
 KEY_FREQUENCIES = table(
     "key_frequencies",
     sa.Column("counter_id", UInt64, primary_key=True, autoincrement=False),
