@@ -826,7 +826,7 @@ def test_a_catalog_is_shown_by_the_keys_that_counters_share(keyfold: Terminal) -
 
 @pytest.mark.spec("CNT-02")
 def test_a_catalog_that_is_not_named_or_wrong_is_refused_with_what_to_do(keyfold: Terminal) -> None:
-    refused(keyfold("counters", "show"), "profiles.catalog", str(EXAMPLE))
+    refused(keyfold("counters", "show"), "profiles.catalog", "keyfold counters example > counters.proto")
     refused(keyfold("counters", "show", "absent.proto"), "there is no file absent.proto")
     (keyfold.directory / "wrong.proto").write_text(EXAMPLE.read_text().replace("VF_DOUBLE\n", "VF_DUBLE\n"))
     refused(keyfold("counters", "show", "wrong.proto"), "CI_OFFER_REVENUE_SUM: ValueFunction is VF_DUBLE")
