@@ -32,6 +32,7 @@ from bench.b2_profile_updates import (
 )
 from bench.b3_profile_read import PEOPLE, rows_of
 from bench.harness import Goal, Race, Side
+from keyfold.core import memory
 from keyfold.core.context import Context
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.sqlite import driver as sqlite_driver
@@ -57,6 +58,7 @@ class Sizes:
 
 
 def races(quick: bool) -> Iterator[Race]:
+    memory.settle()  # as every server and worker does when it starts
     sizes = Sizes(quick)
     with stores.each_kind() as kinds:
         for kind, new_url in kinds.items():

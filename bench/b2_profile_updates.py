@@ -32,7 +32,7 @@ import redis
 from bench import stores
 from bench.harness import Goal, Race, Side, rate
 from bench.redis_server import RedisServer
-from keyfold.core import outbox
+from keyfold.core import memory, outbox
 from keyfold.core.consumer import ConsumerWorker
 from keyfold.core.context import Context
 from keyfold.core.limits import Limits
@@ -215,6 +215,7 @@ def name(profile: int) -> str:
 
 
 def races(quick: bool) -> Iterator[Race]:
+    memory.settle()  # as every server and worker does when it starts
     stream = Stream(20_000 if quick else 200_000)
     with RedisServer() as server, stores.each_kind() as kinds:
         peer = Peer(server, stream)

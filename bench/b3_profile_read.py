@@ -31,6 +31,7 @@ from bench.b2_profile_updates import COUNTER, KEYS, STREAM_SECONDS, catalog, nam
 from bench.harness import Goal, Race, Side, rate
 from bench.redis_server import RedisServer
 from bench.serving import requests_per_second, served
+from keyfold.core import memory
 from keyfold.core.context import Context
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import insert
@@ -61,6 +62,7 @@ class Sizes:
 
 
 def races(quick: bool) -> Iterator[Race]:
+    memory.settle()  # as every server and worker does when it starts
     sizes = Sizes(quick)
     with RedisServer() as server, stores.each_kind() as kinds:
         for what, keys in (("whole counters", WHOLE_KEYS), ("one key", 1)):
