@@ -78,6 +78,16 @@ def test_a_public_update_too_old_to_be_kept_releases_nothing() -> None:
         assert len(result.released) == released
 
 
+@pytest.mark.spec("PRO-04")
+@pytest.mark.parametrize(("apart", "released"), [(MERGE - 1, 1), (MERGE, 0), (-MERGE + 1, 1), (-MERGE, 0)])
+def test_an_owned_update_needs_a_public_key_strictly_closer_than_the_period_whichever_came_first(
+    apart: int, released: int
+) -> None:
+    (owned,) = as_steps([(1, 300 + apart)])
+    for steps in ([300, owned], [owned, 300]):
+        assert len(settled([], None, steps, merge_seconds=MERGE).released) == released
+
+
 @pytest.mark.spec("PRO-02")
 def test_an_event_is_the_same_whatever_the_order_of_its_fields() -> None:
     assert fingerprint({"a": 1, "b": [1, {"c": 2, "d": 3}]}) == fingerprint({"b": [1, {"d": 3, "c": 2}], "a": 1})
