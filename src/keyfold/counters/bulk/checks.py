@@ -9,9 +9,8 @@ from keyfold.counters.bulk.columns import Bools, Ints, Updates, Words
 from keyfold.counters.bulk.tables import Tables
 from keyfold.counters.catalog import Kind
 from keyfold.counters.errors import CounterReadOnly, CounterUnknown, TimeWrong, ValueWrong
+from keyfold.counters.model import TIME_MAX, VALUE_MAX
 
-VALUE_MAX = 1e30
-TIME_MAX = 2**32 - 1
 SMALL_ID_MAX = 1 << 16
 SLICE_ROWS = 1 << 15
 

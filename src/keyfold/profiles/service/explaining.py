@@ -10,6 +10,7 @@ from keyfold.profiles.model import Held, ProfileKey
 from keyfold.profiles.service.holding import held_at
 from keyfold.profiles.service.product import Product
 from keyfold.profiles.service.reading import stored_bodies
+from keyfold.profiles.service.storing import keys_of
 
 
 class Explained(Struct, frozen=True):
@@ -32,7 +33,7 @@ def explain(
     tx: Transaction, product: Product, profile: ProfileKey, counter: int | str | None = None, key: int | None = None
 ) -> list[Explained]:
     """Every update of a profile that is held back, oldest first."""
-    places = held_at(tx, product, {"profile_type": [profile[0]], "profile_id": [profile[1]]})
+    places = held_at(tx, product, keys_of([profile]))
     group_id = None if counter is None else product.catalog.group_of(product.catalog[counter].id).id
     body = stored_bodies(tx, [profile]).get(profile, b"")
     public = Counters(product.catalog, body, tx.now_us // 1_000_000)

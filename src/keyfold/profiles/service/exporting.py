@@ -16,6 +16,7 @@ from keyfold.counters.errors import PackWrong
 from keyfold.profiles.model import ProfileKey
 from keyfold.profiles.service.message import whole
 from keyfold.profiles.service.product import Product
+from keyfold.profiles.service.storing import behind
 from keyfold.profiles.tables import PROFILES
 
 PAGE = 2_000
@@ -82,10 +83,7 @@ def _pages(store: Store, product: Product, profile_type: str | None) -> Iterator
 
 
 def _page(tx: Transaction, after: ProfileKey, profile_type: str | None) -> tuple[list[Any], int]:
-    place = sa.tuple_(PROFILES.c.profile_type, PROFILES.c.profile_id)
-    wanted = sa.select(PROFILES).where(
-        place > sa.tuple_(*(sa.literal(each) for each in after)), PROFILES.c.public_version > 0
-    )
+    wanted = sa.select(PROFILES).where(behind(after), PROFILES.c.public_version > 0)
     if profile_type is not None:
         wanted = wanted.where(PROFILES.c.profile_type == profile_type)
     page = wanted.order_by(PROFILES.c.profile_type, PROFILES.c.profile_id).limit(PAGE)

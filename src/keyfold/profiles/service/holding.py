@@ -14,7 +14,7 @@ from keyfold.counters.errors import PackWrong
 from keyfold.profiles import metrics
 from keyfold.profiles.model import Held, ProfileKey, Ready, Row, settled
 from keyfold.profiles.service.product import Product
-from keyfold.profiles.service.storing import Stored
+from keyfold.profiles.service.storing import Stored, keys_of
 from keyfold.profiles.tables import HELD_UPDATES
 
 Place = tuple[str, str, int, int]  # profile type, profile id, time counter, key
@@ -164,8 +164,7 @@ def _new_only(tx: Transaction, waiting: Sequence[HeldHere]) -> list[HeldHere]:
 
 def _held_keys(held: Sequence[HeldHere]) -> dict[str, list[Any]]:
     return {
-        "profile_type": [profile[0] for profile, _, _ in held],
-        "profile_id": [profile[1] for profile, _, _ in held],
+        **keys_of(profile for profile, _, _ in held),
         "time_counter_id": [group_id for _, group_id, _ in held],
         "key": [each.key for _, _, each in held],
         "time": [each.time for _, _, each in held],

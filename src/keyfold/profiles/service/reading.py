@@ -21,6 +21,7 @@ from keyfold.counters.packs import must_be_whole, parsed
 from keyfold.profiles.model import Held, ProfileKey, released_by_merge
 from keyfold.profiles.service.holding import Place, held_at
 from keyfold.profiles.service.product import Product
+from keyfold.profiles.service.storing import keys_of
 from keyfold.profiles.settings import ClientView
 from keyfold.profiles.tables import KEY_FREQUENCIES, PROFILE_TOTALS, PROFILES
 
@@ -89,8 +90,7 @@ def read_profiles(
     """Each entry is one person: the profiles of all its ids, merged."""
     now = tx.now_us // 1_000_000
     keys = dict.fromkeys([key for ids, _ in entries for key in ids])
-    columns = {"profile_type": [each for each, _ in keys], "profile_id": [each for _, each in keys]}
-    found = load(tx, PROFILES, columns, ("body", "segments", "public_version"))
+    found = load(tx, PROFILES, keys_of(keys), ("body", "segments", "public_version"))
     # Whoever is read with others is looked up among the held back whether or not anything is there: the work shows not.
     merged = sorted({key for ids, _ in entries if len(ids) > 1 for key in ids})
     held = _held(tx, product, merged) if merged and product.delayed else {}
@@ -119,8 +119,7 @@ def _must_not_be_too_much(product: Product, rows: Sequence[Sequence[tuple[Any, .
 
 
 def stored_bodies(tx: Transaction, keys: Sequence[ProfileKey]) -> dict[ProfileKey, bytes]:
-    columns = {"profile_type": [each for each, _ in keys], "profile_id": [each for _, each in keys]}
-    return {(key[0], key[1]): bytes(row[0]) for key, row in load(tx, PROFILES, columns, ("body",)).items()}
+    return {(key[0], key[1]): bytes(row[0]) for key, row in load(tx, PROFILES, keys_of(keys), ("body",)).items()}
 
 
 Found = Mapping[tuple[Any, ...], tuple[Any, ...]]
@@ -242,9 +241,8 @@ def _segments(rows: Sequence[tuple[Any, ...]]) -> list[tuple[str, int]]:
 
 
 def _held(tx: Transaction, product: Product, keys: Sequence[ProfileKey]) -> dict[ProfileKey, list[tuple[int, Held]]]:
-    columns = {"profile_type": [each for each, _ in keys], "profile_id": [each for _, each in keys]}
     by_profile: dict[ProfileKey, list[tuple[int, Held]]] = {}
-    places: Mapping[Place, list[Held]] = held_at(tx, product, columns)
+    places: Mapping[Place, list[Held]] = held_at(tx, product, keys_of(keys))
     for (profile_type, profile_id, group_id, _), waiting in places.items():
         by_profile.setdefault((profile_type, profile_id), []).extend((group_id, each) for each in waiting)
     return by_profile

@@ -1,8 +1,9 @@
 """The rows of profiles: loaded for writing, saved, and published whole."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import sqlalchemy as sa
 from msgspec import Struct
 
 from keyfold.core import outbox
@@ -29,10 +30,21 @@ class Stored(Struct):
     expires_at: int = 0
 
 
+def keys_of(profiles: Iterable[ProfileKey]) -> dict[str, list[Any]]:
+    """The keys of profiles as the columns of a batch."""
+    listed = list(profiles)
+    return {"profile_type": [each for each, _ in listed], "profile_id": [each for _, each in listed]}
+
+
+def behind(profile: ProfileKey) -> sa.ColumnElement[bool]:
+    """Profiles after this one, in the order of their keys: how every walk over all of them goes on."""
+    place = sa.tuple_(PROFILES.c.profile_type, PROFILES.c.profile_id)
+    return place > sa.tuple_(*(sa.literal(each) for each in profile))
+
+
 def loaded(tx: Transaction, keys: Sequence[ProfileKey]) -> dict[ProfileKey, Stored]:
     """The rows for writing. SQLite has one writer, who holds the whole file; elsewhere the rows are locked in order."""
-    columns = {"profile_type": [each for each, _ in keys], "profile_id": [each for _, each in keys]}
-    found = load(tx, PROFILES, columns, COLUMNS) if tx.is_sqlite else locking_load(tx, PROFILES, columns, COLUMNS)
+    found = (load if tx.is_sqlite else locking_load)(tx, PROFILES, keys_of(keys), COLUMNS)
     stored = {key: Stored() for key in keys}
     for (profile_type, profile_id), row in found.items():
         stored[profile_type, profile_id] = Stored(row[0], row[1], bytes(row[2]), bytes(row[3]), *row[4:])
@@ -60,8 +72,7 @@ def save(tx: Transaction, changed: Mapping[ProfileKey, Stored]) -> None:
 
 def _columns(rows: Sequence[tuple[ProfileKey, Stored]]) -> dict[str, list[Any]]:
     return {
-        "profile_type": [key[0] for key, _ in rows],
-        "profile_id": [key[1] for key, _ in rows],
+        **keys_of(key for key, _ in rows),
         "public_version": [row.public_version for _, row in rows],
         "body": [row.body for _, row in rows],
         "segments": [row.segments for _, row in rows],

@@ -11,7 +11,7 @@ from keyfold.counters.errors import PackWrong
 from keyfold.profiles import metrics
 from keyfold.profiles.model import ProfileKey
 from keyfold.profiles.service.product import Product
-from keyfold.profiles.service.storing import Stored, loaded, publish
+from keyfold.profiles.service.storing import Stored, behind, keys_of, loaded, publish
 from keyfold.profiles.tables import EVENT_MARKS, EVENT_WATERMARKS, HELD_UPDATES, PROFILE_FLOORS, PROFILES
 
 DAY_SECONDS = 86_400
@@ -90,10 +90,9 @@ def delete_expired(tx: Transaction, product: Product, after: ProfileKey, rows_ma
 
 def next_page(after: ProfileKey, rows_max: int) -> sa.Select[tuple[str, str, int, int]]:
     """Profiles in the order of their key."""
-    place = sa.tuple_(PROFILES.c.profile_type, PROFILES.c.profile_id)
     return (
         sa.select(PROFILES.c.profile_type, PROFILES.c.profile_id, PROFILES.c.expires_at, PROFILES.c.held_until_us)
-        .where(place > sa.tuple_(*(sa.literal(each) for each in after)))
+        .where(behind(after))
         .order_by(PROFILES.c.profile_type, PROFILES.c.profile_id)
         .limit(rows_max)
     )
@@ -117,12 +116,11 @@ def _is_empty(product: Product, row: Stored, now: int, now_us: int) -> bool:
 def _delete(tx: Transaction, product: Product, rows: dict[ProfileKey, Stored]) -> None:
     if not rows:
         return
-    columns = {"profile_type": [key[0] for key in rows], "profile_id": [key[1] for key in rows]}
     public = {key: row for key, row in rows.items() if row.public_version}
     for row in public.values():
         row.public_version, row.body = row.public_version + 1, b""
     _raise_floors(tx, public)
-    delete(tx, PROFILES, columns)
+    delete(tx, PROFILES, keys_of(rows))
     if product.settings.publish:
         publish(tx, product, public)
     tx.after_commit.append(lambda: metrics.PROFILES_EXPIRED.inc(len(rows)))

@@ -13,6 +13,7 @@ from keyfold.counters.counters import Counters
 from keyfold.counters.errors import PackWrong
 from keyfold.profiles.model import ProfileKey
 from keyfold.profiles.service.product import Product
+from keyfold.profiles.service.storing import behind
 from keyfold.profiles.tables import KEY_FREQUENCIES, PROFILE_TOTALS, PROFILES
 
 PAGE = 1_000
@@ -55,11 +56,10 @@ class Weighing:
         return self._store.read(counted)
 
     def _page(self, tx: Transaction) -> list[tuple[str, str, bytes, int]]:
-        place = sa.tuple_(PROFILES.c.profile_type, PROFILES.c.profile_id)
         rows = tx.execute(
             sa.select(PROFILES.c.profile_type, PROFILES.c.profile_id, PROFILES.c.body)
             .where(
-                place > sa.tuple_(*(sa.literal(each) for each in self._after)),
+                behind(self._after),
                 PROFILES.c.profile_type.in_(self._types),
                 PROFILES.c.public_version > 0,
             )
