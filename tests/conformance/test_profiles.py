@@ -266,6 +266,20 @@ def test_held_back_data_is_deleted_after_its_period_and_has_no_effect_from_that_
     assert profiles.context.store.read(lambda tx: explain(tx, profiles.product, ("user", "2")))[0].event_id == "4"
 
 
+@pytest.mark.spec("PRO-06", "PRO-07", "PRO-10")
+def test_past_its_period_an_update_waits_for_nobody_though_others_of_its_profile_still_wait(profiles: Profiles) -> None:
+    profiles.count(event("old", 1, [OFFER, 5, 1, A]))
+    profiles.clock.advance(3 * DAY)
+    profiles.count(event("young", 1, [OFFER, 6, 1, A]), event("other", 2, [OFFER, 5, 1, B]))
+    assert profiles.values(1, 2) == {5: 2.0}
+    profiles.clock.advance(2 * DAY)
+    assert profiles.values(1, 2) == {}, "nor in a merge, swept or not"
+    held = profiles.context.store.read(lambda tx: explain(tx, profiles.product, ("user", "1")))
+    assert [each.event_id for each in held] == ["young"]
+    profiles.count(event("late", 1, [OFFER, 5, 1, B]))
+    assert profiles.values(1) == {}
+
+
 @pytest.mark.spec("PRO-06")
 def test_above_the_cap_the_smallest_by_time_key_and_event_go(profiles: Profiles) -> None:
     profiles.count(*[event(f"e{n:03}", 1, [OFFER, 1000 + n, 1, A], time=NOW - n // 2) for n in range(604)])
