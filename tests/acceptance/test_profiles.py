@@ -20,6 +20,9 @@ from tests.profiles import event as own_event
 pytestmark = pytest.mark.spec("PRO-08")
 
 SETTINGS = """
+[profiles]
+merged_read_ms = 150
+
 [profiles.clients.narrow]
 counters = [600]
 keywords = ["counters"]
@@ -141,6 +144,14 @@ def test_owned_data_is_hidden_explained_to_an_administrator_and_released_in_a_me
     (held,) = served.call("GET", "/v1/profiles/user/31/held", served.token).json()["held"]
     assert (held["key"], held["event_id"]) == (9, "o1")
     assert "of another owner" in held["waits_for"]
+
+
+@pytest.mark.spec("PRO-05")
+def test_the_time_of_a_merged_read_does_not_tell_what_is_looked_at(served: Served) -> None:
+    for people in ([[61, 62]], [[61], [62, 63]]):
+        started = time.monotonic()
+        assert read(served, served.token, *people).status_code == 200
+        assert time.monotonic() - started >= 0.150, "it leaves no sooner than the pace, however little there was"
 
 
 @pytest.mark.parametrize(

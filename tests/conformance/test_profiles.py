@@ -654,6 +654,29 @@ def test_the_public_key_of_one_id_does_not_release_what_another_id_waits_with(pr
     assert profiles.values(1, 2) == {5: 0.5}
 
 
+@pytest.mark.spec("PRO-05", "PRO-07")
+def test_what_waits_unconfirmed_is_not_even_fetched_by_a_merged_read(
+    profiles: Profiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiles.count(event("1", 1, [OFFER, 5]), event("2", 2, [OFFER, 5, 2.0]))
+    fetched: list[int] = []
+    rows_of_driver = Transaction.rows
+
+    def rows(tx: Transaction, *statement: Any) -> list[tuple[Any, ...]]:
+        found = rows_of_driver(tx, *statement)
+        fetched.append(len(found))
+        return found
+
+    monkeypatch.setattr(Transaction, "rows", rows)
+    before = profiles.values(1, 2)
+    without = list(fetched)
+    waiting = [event(f"{one}-{n}", one, [OFFER, 1000 + n, 1, A]) for one in (1, 2) for n in range(200)]
+    profiles.count(*waiting, event("b", 2, [OFFER, 999, 1, B]))
+    fetched.clear()
+    assert profiles.values(1, 2) == before
+    assert fetched == without == [2, 0]
+
+
 @pytest.mark.spec("PRO-07")
 def test_exact_sums_that_leave_64_bits_in_a_merge_stay_at_the_largest(profiles: Profiles) -> None:
     profiles.count(event("1", 1, [EXACT, 5, 2**63]), event("2", 2, [EXACT, 5, 2**63]), log="order")

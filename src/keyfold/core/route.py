@@ -28,5 +28,6 @@ class Route(Struct, frozen=True, kw_only=True):
     idempotent: bool = False  # a write: Idempotency-Key is taken
     errors: tuple[type[KeyfoldError], ...] = ()
     media: tuple[str, ...] = ()  # what it can answer besides JSON, chosen by Accept
+    pace: Callable[[Ask], float] | None = None  # the answer leaves at a multiple of these seconds; 0: at once
     description: str = ""
     tag: str = ""  # in the documentation; the part's name where it is empty

@@ -1,8 +1,10 @@
 """A route of a part, mounted: everything between the wire and the operation, prepared once, in one order."""
 
+import asyncio
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from urllib.parse import parse_qsl, unquote
 
 import msgspec
@@ -81,7 +83,12 @@ class Mounted:
             fingerprint=_fingerprint(call, raw) if key is not None else b"",
             media=media_wanted(call, route.media) if route.media else JSON_MEDIA,
         )
-        run = route.run
+        if route.pace is not None and (pace := route.pace(ask)):
+            return await _paced(self._ran(ask), pace)
+        return await self._ran(ask)
+
+    async def _ran(self, ask: Ask) -> Answer:
+        run = self.route.run
         if isinstance(run, Operation):
             return _answer(await self._gatherer.ask(run, ask))
         return _answer(await self._called(run, ask))
@@ -225,6 +232,15 @@ def media_wanted(call: Call, offered: Sequence[str]) -> str:
         if name in offered:
             return name
     return JSON_MEDIA
+
+
+async def _paced(answering: Awaitable[Answer], pace: float) -> Answer:
+    """Whatever the answer is, it leaves at a multiple of `pace`: how long it took to find shows only so far."""
+    started = time.monotonic()
+    try:
+        return await answering
+    finally:
+        await asyncio.sleep(pace - (time.monotonic() - started) % pace)
 
 
 def _answer(reply: Reply) -> Answer:

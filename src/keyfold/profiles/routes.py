@@ -112,6 +112,7 @@ def routes(context: Context) -> list[Route]:
             answer=Profiles,
             run=reading,
             media=(PROTOBUF,),
+            pace=lambda ask: _pace(product, ask),
             description="With `Accept: application/x-protobuf` the answer is the message `keyfold.counters.Profiles`.",
         ),
         Route(
@@ -219,6 +220,12 @@ def _reading(context: Context, product: Product) -> Operation:
 
 def _weight(ask: Ask) -> int:
     return sum(len(person.ids) for person in ask.body.profiles)
+
+
+def _pace(product: Product, ask: Ask) -> float:
+    """Several ids read together are looked up among what is held back, which takes the longer the more waits there."""
+    is_merged = bool(product.delayed) and any(len(person.ids) > 1 for person in ask.body.profiles)
+    return product.settings.merged_read_ms / 1_000 if is_merged else 0.0
 
 
 def _keys(person: Person) -> list[ProfileKey]:

@@ -40,6 +40,10 @@ class ProfilesSettings(Section, frozen=True, kw_only=True):
         int, Meta(ge=1_000_000, le=2**31, description="most bytes of stored profiles that one request may read")
     ] = 32_000_000
     ids_max: Annotated[int, Meta(ge=1, le=1_000, description="most ids of one person in a read")] = 100
+    merged_read_ms: Annotated[
+        int,
+        Meta(ge=0, le=1_000, description="over HTTP, answers that merge ids leave at multiples of this; 0: at once"),
+    ] = 10
     publish: Annotated[bool, Meta(description="publish every changed profile to the topic `profiles`")] = True
     segments_topic: Annotated[str, Meta(description="the topic that segment sets are taken from")] = "cdp-segments-log"
     segments_type: Annotated[str, Meta(description="the type of the profiles that segment sets belong to")] = "user"

@@ -5,8 +5,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from keyfold.core.store import Transaction
+from keyfold.core.store import Transaction, batch
 from keyfold.core.store.batch import Columns
+from keyfold.core.store.schema import SIGN_BIT
 from keyfold.core.store.shapes import delete, insert, load
 from keyfold.counters.catalog import Kind
 from keyfold.counters.counters import Counters
@@ -52,6 +53,30 @@ def held_at(tx: Transaction, product: Product, keys: Columns) -> dict[Place, lis
             one = Held(counter_id, at, exact, time, owner, event_id, log, number, committed_at_us)
             found.setdefault((profile_type, profile_id, time_counter_id, at), []).append(one)
     return found
+
+
+def several_owners(tx: Transaction, product: Product, merged: Sequence[Sequence[ProfileKey]]) -> list[Place]:
+    """The places at which updates of several owners wait, among the profiles of one person.
+
+    Everything else that waits cannot be part of an answer: it stays in the database, so that neither what is fetched
+    nor what is done with it depends on it.
+    """
+    keys = [(number, *key) for number, ids in enumerate(merged) for key in dict.fromkeys(ids)]
+    columns = dict(zip(("number", *PLACE[:2]), zip(*keys, strict=True), strict=True))
+    mark, alias = ("?", "") if tx.is_sqlite else ("%s", f" ({', '.join(columns)})")
+    found: list[tuple[Any, ...]] = []
+    for piece in batch.slices(tx, columns):
+        rendered, parameters = batch.source(tx, HELD_UPDATES, piece)
+        sql = (
+            f"SELECT person.number, held.time_counter_id, held.key FROM ({rendered}) AS person{alias}"  # noqa: S608
+            " JOIN held_updates AS held USING (profile_type, profile_id)"
+            f" WHERE held.committed_at_us > {mark}"
+            " GROUP BY 1, 2, 3 HAVING min(held.owner) < max(held.owner)"
+        )
+        found += tx.rows(sql, (*parameters, tx.now_us - product.settings.delete_us))
+    return sorted(
+        {(*profile, group + SIGN_BIT, key + SIGN_BIT) for number, group, key in found for profile in merged[number]}
+    )
 
 
 def held_before(

@@ -19,7 +19,7 @@ from keyfold.counters.messages_pb2 import Profile
 from keyfold.counters.model import Number
 from keyfold.counters.packs import must_be_whole, parsed
 from keyfold.profiles.model import Held, ProfileKey, released_by_merge
-from keyfold.profiles.service.holding import Place, held_at
+from keyfold.profiles.service.holding import PLACE, Place, held_at, several_owners
 from keyfold.profiles.service.product import Product
 from keyfold.profiles.service.storing import keys_of
 from keyfold.profiles.settings import ClientView
@@ -91,9 +91,8 @@ def read_profiles(
     now = tx.now_us // 1_000_000
     keys = dict.fromkeys([key for ids, _ in entries for key in ids])
     found = load(tx, PROFILES, keys_of(keys), ("body", "segments", "public_version"))
-    # Whoever is read with others is looked up among the held back whether or not anything is there: the work shows not.
-    merged = sorted({key for ids, _ in entries if len(ids) > 1 for key in ids})
-    held = _held(tx, product, merged) if merged and product.delayed else {}
+    # Whoever is read with others is looked up among the held back whether or not anything is there.
+    held = _confirmed(tx, product, [ids for ids, _ in entries if len(ids) > 1])
     rows = [[row for key in ids if (row := found.get(key)) is not None and row[2]] for ids, _ in entries]
     _must_not_be_too_much(product, rows)
     read: list[Read] = []
@@ -240,10 +239,14 @@ def _segments(rows: Sequence[tuple[Any, ...]]) -> list[tuple[str, int]]:
     return list(found.items())
 
 
-def _held(tx: Transaction, product: Product, keys: Sequence[ProfileKey]) -> dict[ProfileKey, list[tuple[int, Held]]]:
+def _confirmed(
+    tx: Transaction, product: Product, merged: Sequence[Sequence[ProfileKey]]
+) -> dict[ProfileKey, list[tuple[int, Held]]]:
     by_profile: dict[ProfileKey, list[tuple[int, Held]]] = {}
-    places: Mapping[Place, list[Held]] = held_at(tx, product, keys_of(keys))
-    for (profile_type, profile_id, group_id, _), waiting in places.items():
+    places = several_owners(tx, product, merged) if merged and product.delayed else []
+    listed = dict(zip(PLACE, zip(*places, strict=True), strict=True)) if places else {}
+    found: Mapping[Place, list[Held]] = held_at(tx, product, listed)
+    for (profile_type, profile_id, group_id, _), waiting in found.items():
         by_profile.setdefault((profile_type, profile_id), []).extend((group_id, each) for each in waiting)
     return by_profile
 
