@@ -5,6 +5,7 @@ a stream, printed as it comes; `Answer` is for those whose form for people is no
 """
 
 import sys
+import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from typing import Any
@@ -106,6 +107,9 @@ def _print_rich(titles: list[str], cells: list[list[str]], right: list[bool]) ->
     Console().print(table)
 
 
+LINE_SECONDS = 2.0
+
+
 class Steps:
     """Progress of long work on stderr: a bar on a terminal, a line a step otherwise."""
 
@@ -115,6 +119,7 @@ class Steps:
         self._silent = silent
         self._done = 0
         self._bar: Any = None
+        self._said_at = float("-inf")
 
     def __enter__(self) -> "Steps":
         if not self._silent and sys.stderr.isatty():
@@ -137,3 +142,12 @@ class Steps:
             self._bar.update(0, advance=1, description=f"{self._label}: {what}")
         elif not self._silent:
             print(f"{self._label}: {what} ({self._done} of {self._total})", file=sys.stderr, flush=True)
+
+    def at(self, done: int, what: str) -> None:
+        """So many are done; without a terminal it is said now and then, and at the end."""
+        self._done = done
+        if self._bar is not None:
+            self._bar.update(0, completed=done, description=f"{self._label}: {what}")
+        elif not self._silent and (done >= self._total or time.monotonic() - self._said_at >= LINE_SECONDS):
+            self._said_at = time.monotonic()
+            print(f"{self._label}: {what} ({done} of {self._total})", file=sys.stderr, flush=True)

@@ -9,11 +9,13 @@ from keyfold.cli.session import must_be_there, session_of
 from keyfold.core import audit, progress
 from keyfold.core.answer import Answer
 from keyfold.core.errors import Conflict
+from keyfold.core.part import named_tables
 from keyfold.core.shards import lease_name
 from keyfold.core.store import Store, Transaction, migrate
 from keyfold.core.store.distribute import Placement, distribute, in_order, is_cluster, placements
 from keyfold.core.store.schema import EVERYWHERE
 from keyfold.core.tables import PROGRESS
+from keyfold.parts import PARTS
 
 app = typer.Typer(no_args_is_help=True, help="The store: its schema, and its way up and out.")
 
@@ -49,10 +51,14 @@ def upgrade(ctx: typer.Context) -> Answer:
     An empty store gets all of it; a repeat changes nothing.
     """
     store, settings = session_of(ctx).store()
-    before = migrate.status(store)
-    after = migrate.upgrade(store)
-    done = Upgraded(safe(settings.store.url), before.current, after.current, before.current != after.current)
+    before, named = migrate.status(store), named_tables(PARTS, settings)
+    lacking = migrate.missing(store, named)
+    after = migrate.upgrade(store, named)
+    changed = before.current != after.current or bool(lacking)
+    done = Upgraded(safe(settings.store.url), before.current, after.current, changed)
     line = f"{done.store}: schema {done.before or 'empty'} → {done.after}"
+    if before.current == after.current and lacking:
+        line = f"{done.store}: schema {done.after}, {len(lacking)} tables that the settings name were made"
     return Answer(data=done, lines=[line if done.changed else f"{done.store}: schema {done.after}, nothing to do"])
 
 
@@ -66,7 +72,7 @@ def status(ctx: typer.Context) -> Answer:
     must_be_there(session.settings().store.url)
     store, settings = session.store()
     found = migrate.status(store)
-    tables = placements(store) if is_cluster(store) and found.state != "empty" else []
+    tables = placements(store, named_tables(PARTS, settings)) if is_cluster(store) and found.state != "empty" else []
     state = StoreStatus(safe(settings.store.url), _server(store), found.current, found.known, found.state, list(tables))
     lines = [
         f"store    {state.store}",
@@ -91,10 +97,11 @@ def distribute_tables(ctx: typer.Context) -> Answer:
     """
     session = session_of(ctx)
     store, settings = session.store()
+    named = named_tables(PARTS, settings)
     if not store.is_sqlite:
-        migrate.must_be_current(store, settings.store.url)
-    with session.steps("Spreading", len(in_order())) as steps:
-        done = distribute(store, lambda spread: steps.step(spread.table))
+        migrate.must_be_current(store, settings.store.url, named)
+    with session.steps("Spreading", len(in_order(named))) as steps:
+        done = distribute(store, lambda spread: steps.step(spread.table), named)
     changed = sum(spread.changed for spread in done)
     rows = [
         {

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+import sqlalchemy as sa
+
 from keyfold.core.clock import Clock
 from keyfold.core.leases.lease import Leases
-from keyfold.core.part import Part
+from keyfold.core.part import Part, named_tables
 from keyfold.core.settings import Settings
 from keyfold.core.store import Store, migrate
 from keyfold.core.topics.registry import Topics
@@ -26,9 +28,10 @@ class Context:
         """Open the store (making a new, empty SQLite file ready), its topics and its leases."""
         store = open_store(settings, clock=clock)
         try:
-            if store.is_sqlite and migrate.status(store).state == "empty":
-                migrate.upgrade(store)
-            migrate.must_be_current(store, settings.store.url)
+            named = named_tables(parts, settings)
+            if store.is_sqlite and _lacks_something(store, named):
+                migrate.upgrade(store, named)
+            migrate.must_be_current(store, settings.store.url, named)
             topics = Topics.open(store, settings, [spec for part in parts for spec in part.topics_of(settings)])
             return cls(settings, store, topics, open_leases(settings, store), parts)
         except BaseException:
@@ -39,6 +42,12 @@ class Context:
         self.leases.close()
         self.topics.close()
         self.store.close()
+
+
+def _lacks_something(store: Store, named: Sequence[sa.Table]) -> bool:
+    """A new file gets the whole schema, one of today what the settings have named since; an older one is refused."""
+    state = migrate.status(store).state
+    return state == "empty" or (state == "current" and bool(migrate.missing(store, named)))
 
 
 def open_store(settings: Settings, *, clock: Clock | None = None) -> Store:

@@ -8,6 +8,8 @@ from msgspec import Struct
 from keyfold.core.topics.topic import TopicSpec
 
 if TYPE_CHECKING:
+    import sqlalchemy as sa
+
     from keyfold.core.consumer import Consumer
     from keyfold.core.context import Context
     from keyfold.core.loops import Loop
@@ -21,6 +23,7 @@ class Part(Struct, frozen=True, kw_only=True):
     name: str
     summary: str
     topics: "Sequence[TopicSpec] | Callable[[Settings], Sequence[TopicSpec]]" = ()
+    tables: "Callable[[Settings], Sequence[sa.Table]] | None" = None  # those that the settings name
     settings: type[Struct] | None = None
     routes: "Callable[[Context], Sequence[Route]] | None" = None
     consumers: "Callable[[Context], Sequence[Consumer]] | None" = None
@@ -30,3 +33,8 @@ class Part(Struct, frozen=True, kw_only=True):
     def topics_of(self, settings: "Settings") -> Sequence[TopicSpec]:
         """The topics of a part, some of which a user names in the settings."""
         return self.topics(settings) if callable(self.topics) else self.topics
+
+
+def named_tables(parts: "Sequence[Part]", settings: "Settings") -> "list[sa.Table]":
+    """The tables that the settings of a product name, beside those of the migrations."""
+    return [table for part in parts if part.tables is not None for table in part.tables(settings)]

@@ -1,15 +1,11 @@
 """Handlers: a user's functions that turn an event of a log into updates of a profile's counters."""
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 from msgspec import Struct
 
+from keyfold.core import modules
 from keyfold.core.errors import KeyfoldError, SettingsWrong
 from keyfold.counters.catalog import UINT64_MAX, Catalog, Counter, Kind
 from keyfold.counters.errors import CounterReadOnly, CounterUnknown, UpdateRefused, ValueWrong
@@ -180,36 +176,10 @@ def load(where: str) -> Handlers:
     """The handlers of a module, by its name or its file."""
     if not where:
         return Handlers()
-    module = _module(where)
+    module = modules.load(where, "profiles.handlers")
     found = [each for value in vars(module).values() for each in getattr(value, _MARK, ())]
     if not found:
         raise SettingsWrong(
             f"there are no handlers in {where}", place="profiles.handlers", hint="Decorate functions with @handler"
         )
     return Handlers({id(each): each for each in found}.values())
-
-
-def _import_from(folder: Path) -> None:
-    """A module of handlers, and what lies beside it, is found as if Python had been started there."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-
-
-def _module(where: str) -> ModuleType:
-    try:
-        if not where.endswith(".py"):
-            _import_from(Path.cwd())
-            return importlib.import_module(where)
-        path = Path(where).resolve()
-        _import_from(path.parent)
-        spec = importlib.util.spec_from_file_location(f"keyfold_handlers_{path.stem}", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        return module
-    except Exception as error:
-        raise SettingsWrong(
-            f"the handlers cannot be loaded: {type(error).__name__}: {error}", place="profiles.handlers"
-        ) from error

@@ -154,7 +154,7 @@ def _json_item(value: Any, index: int, kind: sa.types.TypeEngine[Any]) -> Any:
 
 
 def _plain(kind: sa.types.TypeEngine[Any]) -> sa.types.TypeEngine[Any]:
-    return sa.BigInteger() if isinstance(kind, UInt64) else kind
+    return sa.BigInteger() if isinstance(kind, UInt64) else sa.Text() if isinstance(kind, sa.Text) else kind
 
 
 def _array_text(kind: sa.types.TypeEngine[Any], values: Sequence[Any]) -> str:
@@ -193,4 +193,6 @@ def _array_source(table: sa.Table, names: tuple[str, ...]) -> str:
 
 @cache
 def _postgres_type(table: sa.Table, name: str) -> str:
+    if isinstance(table.c[name].type, sa.Text):
+        return "TEXT"  # without a collation of its own, which an array cannot have
     return str(table.c[name].type.compile(dialect=postgresql.dialect()))  # type: ignore[no-untyped-call]

@@ -33,23 +33,26 @@ class Spread(Struct, frozen=True):
     changed: bool
 
 
-def distribute(store: Store, report: Callable[[Spread], None] = lambda spread: None) -> list[Spread]:
-    """Spread every table that is not spread yet; a repeat changes nothing."""
-    placed = {placement.table: placement for placement in placements(store)}
-    for table in in_order():
+def distribute(
+    store: Store, report: Callable[[Spread], None] = lambda spread: None, named: Sequence[sa.Table] = ()
+) -> list[Spread]:
+    """Spread every table that is not spread yet, also those that the settings name; a repeat changes nothing."""
+    tables = in_order(named)
+    placed = {placement.table: placement for placement in placements(store, named)}
+    for table in tables:
         _must_agree(table, placed[table.name])
     done = []
-    for table in in_order():
+    for table in tables:
         spread = Spread(str(table.name), table.info["distribute_by"], changed=not placed[table.name].by)
         if spread.changed:
-            _spread(store, table, _anchor(table, placed))
-            placed = {placement.table: placement for placement in placements(store)}
+            _spread(store, table, _anchor(table, tables, placed))
+            placed = {placement.table: placement for placement in placements(store, named)}
         done.append(spread)
         report(spread)
     return done
 
 
-def placements(store: Store) -> list[Placement]:
+def placements(store: Store, named: Sequence[sa.Table] = ()) -> list[Placement]:
     """Where the tables lie now, in the order in which they are spread."""
     _must_have_citus(store)
     rows = store.read(lambda tx: tx.driver(_PLACED).all())
@@ -58,7 +61,7 @@ def placements(store: Store) -> list[Placement]:
         for row in rows
         if row.kind in {"reference", "distributed"}
     }
-    return [found.get(table.name, Placement(str(table.name), "", 1, 0)) for table in in_order()]
+    return [found.get(table.name, Placement(str(table.name), "", 1, 0)) for table in in_order(named)]
 
 
 _PLACED = """
@@ -76,9 +79,11 @@ def is_cluster(store: Store) -> bool:
     return not store.is_sqlite and not store.engine.unnest
 
 
-def in_order() -> Sequence[sa.Table]:
+def in_order(named: Sequence[sa.Table] = ()) -> Sequence[sa.Table]:
     """Those that every node holds first, because others may refer to them; then by name."""
-    return sorted(METADATA.tables.values(), key=lambda table: (table.info["distribute_by"] != EVERYWHERE, table.name))
+    return sorted(
+        [*METADATA.tables.values(), *named], key=lambda table: (table.info["distribute_by"] != EVERYWHERE, table.name)
+    )
 
 
 def _must_have_citus(store: Store) -> None:
@@ -102,10 +107,10 @@ def _must_agree(table: sa.Table, placement: Placement) -> None:
         )
 
 
-def _anchor(table: sa.Table, placed: Mapping[str, Placement]) -> str:
+def _anchor(table: sa.Table, tables: Sequence[sa.Table], placed: Mapping[str, Placement]) -> str:
     """A spread table whose distribution column has the same type, or `none` where this is the first."""
     kind = _column_type(table)
-    for other in in_order():
+    for other in tables:
         if kind is not None and kind == _column_type(other) and placed[other.name].by:
             return other.name
     return "none"

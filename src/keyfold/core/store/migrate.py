@@ -1,6 +1,7 @@
 """The schema's version: what the store has, what this program knows, and the way up."""
 
 import importlib.resources
+from collections.abc import Sequence
 
 import sqlalchemy as sa
 from msgspec import Struct
@@ -38,10 +39,15 @@ def status(store: Store) -> SchemaStatus:
     return store.read(look)
 
 
-def must_be_current(store: Store, url: str) -> None:
-    """Refuse to work on a schema that is not ours; say what to do."""
+def must_be_current(store: Store, url: str, named: Sequence[sa.Table] = ()) -> None:
+    """Refuse to work on a schema that is not ours, or without the tables that the settings name; say what to do."""
     found = status(store)
     if found.state == "current":
+        if lacking := missing(store, named):
+            raise SchemaUnknown(
+                f"the store lacks {lacking[0]}, which the settings name",
+                hint=f"Run: keyfold store upgrade --store {url}",
+            )
         return
     if found.state == "unknown":
         raise SchemaUnknown(
@@ -52,8 +58,19 @@ def must_be_current(store: Store, url: str) -> None:
     raise SchemaUnknown(f"the store {what}", hint=f"Run: keyfold store upgrade --store {url}")
 
 
-def upgrade(store: Store) -> SchemaStatus:
-    """Bring the store to the newest schema, in one transaction; a repeat changes nothing."""
+def missing(store: Store, named: Sequence[sa.Table]) -> list[str]:
+    """The tables that the settings name and the store does not have."""
+    if not named:
+        return []
+    there = store.read(lambda tx: set(sa.inspect(tx.connection).get_table_names()))
+    return [str(each.name) for each in named if each.name not in there]
+
+
+def upgrade(store: Store, named: Sequence[sa.Table] = ()) -> SchemaStatus:
+    """Bring the store to the newest schema, with the tables that the settings name, in one transaction.
+
+    A repeat changes nothing.
+    """
     from alembic import command
     from alembic.config import Config
 
@@ -73,6 +90,8 @@ def upgrade(store: Store) -> SchemaStatus:
             tx.driver("SELECT pg_advisory_xact_lock(%s)", (ADVISORY_LOCK,))
         config.attributes["connection"] = tx.connection
         command.upgrade(config, "head")
+        for each in named:
+            each.create(tx.connection, checkfirst=True)
 
     store.transact(work, name="store upgrade")
     return status(store)

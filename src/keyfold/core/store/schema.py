@@ -15,6 +15,8 @@ HEAD = "0002"
 Int64 = sa.BigInteger().with_variant(sqlite.INTEGER(), "sqlite")
 Int32 = sa.Integer()
 Text = sa.Text()
+# Ordered by its bytes everywhere, whatever the collation of the database: for keys that are walked in order.
+BinaryText = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
 Bytes = sa.LargeBinary()
 Real64: sa.types.TypeEngine[float] = sa.Double().with_variant(sqlite.REAL(), "sqlite")
 
@@ -41,14 +43,21 @@ class UInt64(sa.types.TypeDecorator[int]):
 EVERYWHERE = "*"
 
 
-def table(name: str, *columns: sa.schema.SchemaItem, distribute_by: str, with_rowid: bool = True) -> sa.Table:
+def table(
+    name: str,
+    *columns: sa.schema.SchemaItem,
+    distribute_by: str,
+    with_rowid: bool = True,
+    metadata: sa.MetaData = METADATA,
+) -> sa.Table:
     """Declare a table; on Citus its rows are spread by `distribute_by` (or EVERYWHERE), which unique keys contain.
 
     Without a row id, SQLite keeps the rows in the primary key itself: one tree instead of two, for narrow rows.
+    Tables that the settings name have a `metadata` of their own: `store upgrade` makes them, no migration does.
     """
     declared = sa.Table(
         name,
-        METADATA,
+        metadata,
         *columns,
         info={"distribute_by": distribute_by},
         sqlite_strict=True,

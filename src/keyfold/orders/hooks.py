@@ -1,0 +1,59 @@
+"""Hooks: what is special about a unit stands in a module of its users, never in a branch on its name.
+
+A hook of live orders needs one of history that does the same, or the two parts would count different things.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, TypeVar
+
+from keyfold.core import modules
+from keyfold.core.errors import SettingsWrong
+from keyfold.orders.model import CompletedOrder
+
+_MARK = "__keyfold_orders_hook__"
+
+Completed = Callable[[CompletedOrder], CompletedOrder | None]
+History = Callable[[Any], Any]  # an Ibis table to an Ibis table
+H = TypeVar("H", bound=Callable[..., Any])
+
+
+def completed(function: H) -> H:
+    """Every completed order passes through it before it is counted: changed, or left out by None."""
+    setattr(function, _MARK, "completed")
+    return function
+
+
+def history(function: H) -> H:
+    """The table of history passes through it before it is read, with the columns named as in the settings."""
+    setattr(function, _MARK, "history")
+    return function
+
+
+class Hooks:
+    """The hooks of one unit."""
+
+    def __init__(self, completed: Completed | None = None, history: History | None = None) -> None:
+        self.completed = completed
+        self.history = history
+
+
+def load(where: str, place: str) -> Hooks:
+    """The hooks of a module; none where no module is named."""
+    if not where:
+        return Hooks()
+    found = _marked(modules.load(where, place))
+    if not found:
+        raise SettingsWrong(f"there are no hooks in {where}", place=place, hint="Decorate functions with @completed")
+    return Hooks(found.get("completed"), found.get("history"))
+
+
+def _marked(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    found: dict[str, Callable[..., Any]] = {}
+    for value in vars(module).values():
+        kind = getattr(value, _MARK, None)
+        if isinstance(kind, str):
+            if found.get(kind, value) is not value:
+                raise SettingsWrong(f"there are two hooks of kind {kind}", place=module.__name__)
+            found[kind] = value
+    return found

@@ -1,0 +1,1 @@
+"""The verbs of order statistics, each a batch inside a transaction."""

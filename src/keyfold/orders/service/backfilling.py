@@ -1,0 +1,171 @@
+"""Backfill: the history part of every cell from a table of historical orders, while live orders keep arriving.
+
+It takes exactly the orders created before the start of an identity type, live counting exactly the others: neither can
+count what the other does. Each step sets some identities whole and commits how far it came, so it can be stopped
+anywhere and run again at any time, also when history has caught up.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import sqlalchemy as sa
+from msgspec import Struct
+
+from keyfold.core.errors import Internal
+from keyfold.core.store import Store, Transaction
+from keyfold.orders.model import CompletedOrder, IdentityType, micros
+from keyfold.orders.service.filling import (
+    Filled,
+    Report,
+    behind,
+    claim,
+    finish,
+    must_have_dimensions,
+    set_cells,
+    silent,
+    whole_identities,
+)
+from keyfold.orders.service.history import History
+from keyfold.orders.service.jobs import Job, Progress
+from keyfold.orders.service.unit import Unit
+
+CELLS_MAX = 10_000  # in one transaction
+KEPT_MAX = 100_000
+SHOWN_MAX = 100
+
+
+class Backfilled(Struct, frozen=True):
+    """What the backfill of an identity type has set."""
+
+    identity: str
+    orders: int  # in the history part of all cells
+    cells: int
+    steps: int
+    lacking: int  # orders that arrived live, were left to history, and are not in it
+    lacking_orders: list[str]  # some of them
+
+
+def backfill(
+    store: Store,
+    unit: Unit,
+    history: History,
+    names: Sequence[str],
+    report: Report = silent,
+    *,
+    cells_max: int = CELLS_MAX,
+) -> list[Backfilled]:
+    """Fill the history part of identity types, one after the other."""
+    kinds = claim(store, unit, names, "backfill")
+    history.must_be_sound()
+    without = store.read(lambda tx: corrected(tx, unit))
+    done: list[Backfilled] = []
+    for kind in kinds:
+        tell = behind(report, sum(each.orders for each in done))
+        done.append(_filled(store, unit, history, kind, without, tell, cells_max))
+    return done
+
+
+def orders_to_count(history: History, kinds: Sequence[IdentityType]) -> int:
+    """How many orders a backfill of identity types has to count, each once for each type."""
+    return sum(history.count_before_start(kind) for kind in kinds)
+
+
+def _filled(
+    store: Store,
+    unit: Unit,
+    history: History,
+    kind: IdentityType,
+    without: Sequence[str],
+    report: Report,
+    cells_max: int,
+) -> Backfilled:
+    started_at_us = store.read(lambda tx: tx.now_us)
+    source = f"{history.source} {','.join(history.dimensions)} {kind.start_us} {len(without)}"
+    job = Job.begin(store, unit, f"backfill {kind.name}", source)
+    after, steps = job.progress.after, 0
+    for piece in whole_identities(_cells(unit, history, kind, after, without), cells_max):
+        upto = piece[-1].identity
+        _step(store, unit, history, kind, job, piece, upto)
+        steps += 1
+        report(job.progress.numbers["orders"], f"orders by {kind.name}")
+    _step(store, unit, history, kind, job, [], None)
+    lacking = _lacking(store, unit, history, kind)
+    finish(store, unit, kind, started_at_us, len(lacking))
+    numbers = job.progress.numbers
+    _must_be_conserved(store, unit, kind, numbers.get("orders", 0))
+    return Backfilled(
+        identity=kind.name,
+        orders=numbers.get("orders", 0),
+        cells=numbers.get("cells", 0),
+        steps=steps,
+        lacking=len(lacking),
+        lacking_orders=lacking[:SHOWN_MAX],
+    )
+
+
+def _cells(
+    unit: Unit, history: History, kind: IdentityType, after: str | None, without: Sequence[str]
+) -> Iterator[Filled]:
+    for each in history.cells(kind, after, without):
+        slice_ = unit.slice_of(dict(zip(history.dimensions, each.values, strict=True)))
+        yield Filled(each.identity, slice_, each.count, each.from_us, each.to_us)
+
+
+def _step(
+    store: Store,
+    unit: Unit,
+    history: History,
+    kind: IdentityType,
+    job: Job,
+    piece: Sequence[Filled],
+    upto: str | None,
+) -> None:
+    """Set some identities whole; without an end, what lies behind the last one is emptied and the run is done."""
+    before = job.progress
+    progress = Progress(
+        before.source,
+        before.after if upto is None else upto,
+        upto is None,
+        before.adding(orders=sum([each.count for each in piece]), cells=len(piece)),
+    )
+
+    def work(tx: Transaction) -> None:
+        job.step(tx, progress)
+        must_have_dimensions(tx, unit, history.dimensions)
+        set_cells(tx, unit, kind, piece, after=before.after, upto=upto)
+
+    store.transact(work, name="backfill", once=True)
+    job.stepped(progress)
+
+
+def corrected(tx: Transaction, unit: Unit) -> list[str]:
+    """Orders that were taken back; history still has them."""
+    return list(tx.execute(sa.select(unit.tables.corrections.c.order_id)).scalars())
+
+
+def _lacking(store: Store, unit: Unit, history: History, kind: IdentityType) -> list[str]:
+    """Orders that arrived live, were created before the start, and are not in history."""
+    kept = unit.tables.kept
+    decode = msgspec.json.Decoder(CompletedOrder).decode
+
+    def look(tx: Transaction) -> list[str]:
+        wanted = sa.select(kept.c.order_id, kept.c.body).where(kept.c.why == "before_start").limit(KEPT_MAX)
+        orders = [(row.order_id, decode(row.body)) for row in tx.execute(wanted)]
+        return [
+            order_id
+            for order_id, order in orders
+            if kind.name in order.identities and not kind.takes(micros(order.created_at))
+        ]
+
+    return history.lacking(store.read(look))
+
+
+def _must_be_conserved(store: Store, unit: Unit, kind: IdentityType, orders: int) -> None:
+    """The history parts of all cells together are the orders that were read."""
+    cells = unit.tables.cells
+    total = sa.select(sa.func.coalesce(sa.func.sum(cells.c.history_count), 0)).where(
+        cells.c.identity_type == kind.type_id
+    )
+    stored = int(store.read(lambda tx: tx.execute(total).scalar_one()))
+    if stored != orders:
+        raise Internal(f"the cells of {kind.name} have {stored} historical orders, {orders} were read")

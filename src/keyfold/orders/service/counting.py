@@ -1,0 +1,249 @@
+"""Counting completed orders: marks, cells, reservations and what is kept of a batch commit together.
+
+An order is marked if and only if it counts for every one of its identities whose type had started. The mark is
+inserted first: two writers of one order meet there, and the second sees the first.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+from keyfold.core.clock import SECOND_US
+from keyfold.core.store import Transaction
+from keyfold.core.store.batch import Columns
+from keyfold.core.store.shapes import delete, increment, insert_new, load
+from keyfold.orders import metrics
+from keyfold.orders.model import (
+    CompletedOrder,
+    NotPlaced,
+    Order,
+    Slice,
+    Status,
+    UnitState,
+    Why,
+    checked,
+    dimension_values,
+    fingerprint,
+    live_identities,
+    micros,
+)
+from keyfold.orders.service.unit import Unit
+from keyfold.orders.tables import NEVER_FROM_US, NEVER_TO_US
+
+
+class Verdict(Struct, frozen=True, gc=False):
+    """What became of an order."""
+
+    order_id: str
+    status: Status
+    reason: str = ""
+
+
+def must_be_orders(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder], place: str = "orders") -> None:
+    """Refuse a batch of which an order is wrong, before any of it is counted."""
+    state, brands = unit.stood(tx).state, unit.settings.application_brands
+    future_us = unit.settings.future_seconds_max * SECOND_US
+    for index, order in enumerate(orders):
+        checked(order, state, brands, tx.now_us, future_us, f"{place}[{index}]")
+
+
+def count_orders(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder]) -> list[Verdict]:
+    """Count orders that were checked, each once; the verdicts are in their order."""
+    stood = unit.stood(tx)
+    verdicts: list[Verdict | None] = [None] * len(orders)
+    late_before_us = unit.late_before_us(stood, tx.now_us)
+    arrived: list[tuple[int, Order]] = []
+    slices: dict[int, Slice] = {}
+    kept: list[tuple[CompletedOrder, Why]] = []
+    for index, sent in enumerate(orders):
+        if micros(sent.created_at) < late_before_us:
+            verdicts[index] = Verdict(sent.order_id, "late", "created before the window in which orders are known")
+            kept.append((sent, "late"))
+            continue
+        try:
+            order, slice_ = _placed(unit, stood.state, sent)
+        except NotPlaced as error:
+            verdicts[index] = Verdict(sent.order_id, "set_aside", str(error))
+            kept.append((sent, "set_aside"))
+            continue
+        if len(order.identities) < len(sent.identities):
+            kept.append((sent, "before_start"))
+        if order.identities:
+            arrived.append((index, order))
+            slices[slice_.slice_id] = slice_
+        else:
+            verdicts[index] = Verdict(sent.order_id, "before_start", "created before the start: left to the backfill")
+    counted = _marked(tx, unit, _with_room(tx, unit, arrived, slices, kept, verdicts), verdicts)
+    if counted:
+        unit.keep_slices(tx, [slices[each] for each in {order.slice_id for order in counted}])
+        _add(tx, unit, counted)
+        _free_reservations(tx, unit, [order.order_id for order in counted])
+    keep(tx, unit, kept)
+    found = [each for each in verdicts if each is not None]
+    assert len(found) == len(orders)
+    tx.after_commit.append(lambda: _measure(unit, found))
+    return found
+
+
+def _placed(unit: Unit, state: UnitState, sent: CompletedOrder) -> tuple[Order, Slice]:
+    """Where an order counts, by the state of the unit and its hook."""
+    order = _hooked(unit, state, sent) if unit.hooks.completed is not None else sent
+    slice_ = unit.slice_of(dimension_values(order.properties, state.dimensions, unit.settings.application_brands))
+    identities = live_identities(order, state)
+    return (
+        Order(
+            order_id=sent.order_id,
+            created_at_us=micros(sent.created_at),
+            identities=identities,
+            slice_id=slice_.slice_id,
+            fingerprint=fingerprint(sent),
+            sent=sent,
+        ),
+        slice_,
+    )
+
+
+def _hooked(unit: Unit, state: UnitState, sent: CompletedOrder) -> CompletedOrder:
+    """The order as the hook of the unit wants it counted; a hook that fails sets it aside, and no other."""
+    assert unit.hooks.completed is not None
+    try:
+        order = unit.hooks.completed(sent)
+        if order is None:
+            raise NotPlaced("the hook of the unit left it out")
+        checked(order, state, unit.settings.application_brands, 2**62, 0, "the order of the hook")
+        return order
+    except NotPlaced:
+        raise
+    except Exception as error:
+        raise NotPlaced(f"the hook of the unit failed: {type(error).__name__}: {error}") from error
+
+
+def _with_room(
+    tx: Transaction,
+    unit: Unit,
+    arrived: Sequence[tuple[int, Order]],
+    slices: dict[int, Slice],
+    kept: list[tuple[CompletedOrder, Why]],
+    verdicts: list[Verdict | None],
+) -> list[tuple[int, Order]]:
+    full = unit.without_room(tx, list(slices.values()))
+    for index, order in arrived:
+        if order.slice_id in full:
+            reason = f"the unit may have {unit.settings.slices_max} combinations of values, and has them"
+            verdicts[index] = Verdict(order.order_id, "set_aside", reason)
+            kept.append((order.sent, "set_aside"))
+    return [(index, order) for index, order in arrived if order.slice_id not in full]
+
+
+def _marked(
+    tx: Transaction, unit: Unit, arrived: Sequence[tuple[int, Order]], verdicts: list[Verdict | None]
+) -> list[Order]:
+    """Mark the orders that are new; of the others, tell a repeat from another order under the same id."""
+    first: dict[str, tuple[int, Order]] = {}
+    for index, order in arrived:
+        first.setdefault(order.order_id, (index, order))
+    listed = [order for _, order in first.values()]
+    encode = msgspec.json.Encoder().encode
+    marks: Columns = {
+        "order_id": [order.order_id for order in listed],
+        "created_at_us": [order.created_at_us for order in listed],
+        "fingerprint": [order.fingerprint for order in listed],
+        "slice_id": [order.slice_id for order in listed],
+        "moved_to_slice_id": [order.slice_id for order in listed],
+        "identities": [encode(order.identities).decode() for order in listed],
+        "is_corrected": [0] * len(listed),
+    }
+    new = {order_id for (order_id,) in insert_new(tx, unit.tables.marks, marks)}
+    known = [order.order_id for order in listed if order.order_id not in new]
+    before = {
+        order_id: mark
+        for (order_id,), (mark,) in load(tx, unit.tables.marks, {"order_id": known}, ("fingerprint",)).items()
+    }
+    for index, order in arrived:
+        is_first = first[order.order_id][0] == index
+        if is_first and order.order_id in new:
+            verdicts[index] = Verdict(order.order_id, "accepted")
+            continue
+        said = before.get(order.order_id, first[order.order_id][1].fingerprint)
+        verdicts[index] = (
+            Verdict(order.order_id, "duplicate")
+            if said == order.fingerprint
+            else Verdict(order.order_id, "conflict", "an order of this id was counted that said something else")
+        )
+    return [order for order in listed if order.order_id in new]
+
+
+def _add(tx: Transaction, unit: Unit, counted: Sequence[Order]) -> None:
+    """One increment of the live part for each identity that an order counts for."""
+    rows = [
+        (type_id, value, order.slice_id, order.created_at_us)
+        for order in counted
+        for type_id, value in order.identities.items()
+    ]
+    types, values, slice_ids, created = zip(*rows, strict=True)
+    increment(
+        tx,
+        unit.tables.cells,
+        {
+            "identity_type": types,
+            "identity_value": values,
+            "slice_id": slice_ids,
+            "live_count": [1] * len(rows),
+            "live_from_us": created,
+            "live_to_us": created,
+        },
+        least=["live_from_us"],
+        greatest=["live_to_us"],
+    )
+
+
+def take_back(tx: Transaction, unit: Unit, cells: Sequence[tuple[int, str, int]]) -> dict[tuple[int, str, int], int]:
+    """Take one order from the live part of each cell; returns what is left. The interval counted stays."""
+    rows = increment(
+        tx,
+        unit.tables.cells,
+        {
+            "identity_type": [each[0] for each in cells],
+            "identity_value": [each[1] for each in cells],
+            "slice_id": [each[2] for each in cells],
+            "live_count": [-1] * len(cells),
+            "live_from_us": [NEVER_FROM_US] * len(cells),
+            "live_to_us": [NEVER_TO_US] * len(cells),
+        },
+        least=["live_from_us"],
+        greatest=["live_to_us"],
+        returning=["live_count"],
+    )
+    return {(key[0], key[1], key[2]): left for key, (left,) in rows.items()}
+
+
+def _free_reservations(tx: Transaction, unit: Unit, order_ids: Sequence[str]) -> None:
+    """A place that was held for an order is taken by the order itself."""
+    if tx.rows(unit.any_reservation):
+        delete(tx, unit.tables.reservations, {"order_id": order_ids})
+
+
+def keep(tx: Transaction, unit: Unit, orders: Sequence[tuple[CompletedOrder, Why]]) -> None:
+    """Remember orders that were not counted, or not for all their identities, so that they can be listed."""
+    by_key = {(sent.order_id, why): sent for sent, why in orders}
+    if not by_key:
+        return
+    encode = msgspec.json.Encoder().encode
+    insert_new(
+        tx,
+        unit.tables.kept,
+        {
+            "order_id": [order_id for order_id, _ in by_key],
+            "why": [why for _, why in by_key],
+            "created_at_us": [micros(sent.created_at) for sent in by_key.values()],
+            "kept_at_us": [tx.now_us] * len(by_key),
+            "body": [encode(sent).decode() for sent in by_key.values()],
+        },
+    )
+
+
+def _measure(unit: Unit, verdicts: Sequence[Verdict]) -> None:
+    for status, count in Counter(each.status for each in verdicts).items():
+        metrics.ORDERS.labels(unit.name, status).inc(count)

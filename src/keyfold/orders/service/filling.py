@@ -1,0 +1,168 @@
+"""The history part of cells: set whole identity by identity, so that setting it again is right whatever was there."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import sqlalchemy as sa
+from msgspec import Struct, structs
+
+from keyfold.core.errors import BadInput, Conflict
+from keyfold.core.store import Store, Transaction, batch
+from keyfold.core.store.batch import Columns
+from keyfold.core.store.shapes import increment
+from keyfold.orders.model import IdentityType, Slice, UnitState
+from keyfold.orders.service.unit import Stood, Unit
+from keyfold.orders.tables import NEVER_FROM_US, NEVER_TO_US
+
+
+class Filled(Struct, frozen=True, gc=False):
+    """The history part of one cell."""
+
+    identity: str
+    slice_: Slice
+    count: int
+    from_us: int
+    to_us: int
+
+
+def set_cells(
+    tx: Transaction, unit: Unit, kind: IdentityType, filled: Sequence[Filled], *, after: str | None, upto: str | None
+) -> None:
+    """Set the history part of every cell of the identities behind `after` up to `upto`; what is not given is zero."""
+    _put(tx, unit, kind, filled)
+    value = unit.tables.cells.c.identity_value
+    bounds = [*([value > after] if after is not None else []), *([value <= upto] if upto is not None else [])]
+    _zero(tx, unit, kind, filled, bounds)
+
+
+def set_identities(
+    tx: Transaction, unit: Unit, kind: IdentityType, identities: Sequence[str], filled: Sequence[Filled]
+) -> None:
+    """Set the history part of every cell of the given identities."""
+    _put(tx, unit, kind, filled)
+    if identities:
+        wanted = batch.relation(tx, unit.tables.cells, {"identity_value": list(identities)}, "wanted")
+        chosen = sa.exists().where(wanted.c.identity_value == unit.tables.cells.c.identity_value)
+        _zero(tx, unit, kind, filled, [chosen])
+
+
+def _put(tx: Transaction, unit: Unit, kind: IdentityType, filled: Sequence[Filled]) -> None:
+    if not filled:
+        return
+    slices = {each.slice_.slice_id: each.slice_ for each in filled}
+    if unit.without_room(tx, list(slices.values())):
+        raise BadInput(
+            f"history has more combinations of values than {unit.settings.slices_max}",
+            hint=f"orders.units.{unit.name}.slices_max bounds them",
+        )
+    unit.keep_slices(tx, list(slices.values()))
+    columns: Columns = {
+        **_keys(kind, filled),
+        "history_count": [each.count for each in filled],
+        "history_from_us": [each.from_us for each in filled],
+        "history_to_us": [each.to_us for each in filled],
+    }
+    increment(tx, unit.tables.cells, columns, latest=["history_count", "history_from_us", "history_to_us"])
+
+
+def _zero(
+    tx: Transaction,
+    unit: Unit,
+    kind: IdentityType,
+    filled: Sequence[Filled],
+    bounds: Sequence[sa.ColumnElement[bool]],
+) -> None:
+    """Empty the history part of the cells within the bounds that were not given."""
+    cells = unit.tables.cells
+    where = [cells.c.identity_type == kind.type_id, cells.c.history_count != 0, *bounds]
+    if filled:
+        given = batch.relation(tx, cells, _keys(kind, filled), "given")
+        same = sa.and_(given.c.identity_value == cells.c.identity_value, given.c.slice_id == cells.c.slice_id)
+        where.append(~sa.exists().where(same))
+    empty = {"history_count": 0, "history_from_us": NEVER_FROM_US, "history_to_us": NEVER_TO_US}
+    tx.execute(sa.update(cells).where(*where).values(**empty))
+
+
+def _keys(kind: IdentityType, filled: Sequence[Filled]) -> dict[str, list[object]]:
+    return {
+        "identity_type": [kind.type_id] * len(filled),
+        "identity_value": [each.identity for each in filled],
+        "slice_id": [each.slice_.slice_id for each in filled],
+    }
+
+
+def whole_identities(cells: Iterable[Filled], cells_max: int) -> Iterator[list[Filled]]:
+    """The cells in pieces of about `cells_max`, never with an identity in two of them."""
+    piece: list[Filled] = []
+    for each in cells:
+        if len(piece) >= cells_max and piece[-1].identity != each.identity:
+            yield piece
+            piece = []
+        piece.append(each)
+    if piece:
+        yield piece
+
+
+def claim(store: Store, unit: Unit, names: Sequence[str], source: str) -> list[IdentityType]:
+    """Say what fills the history part of identity types: backfill and import exclude each other."""
+
+    def work(tx: Transaction) -> list[IdentityType]:
+        stood = unit.stood(tx)
+        must_not_be_splitting(stood.state)
+        types = [stood.state.identity(name, "identity") for name in names]
+        for kind in types:
+            if not kind.has_history:
+                raise Conflict(
+                    f"{kind.name} has no start: every order of it counts live, history would count them twice",
+                    hint="A start is set when the unit, or the identity type, is made",
+                )
+            if kind.source not in ("", source):
+                raise Conflict(f"the history of {kind.name} comes from {kind.source}, which excludes {source}")
+        _change(tx, unit, stood, {kind.name: {"source": source} for kind in types if kind.source != source})
+        return [structs.replace(kind, source=source) for kind in types]
+
+    return store.transact(work, name=f"claim {source}")
+
+
+def finish(store: Store, unit: Unit, kind: IdentityType, filled_at_us: int, lacking: int) -> None:
+    """The history part of a type was filled to its end."""
+
+    def work(tx: Transaction) -> None:
+        stood = unit.stood(tx)
+        must_not_be_splitting(stood.state)
+        _change(tx, unit, stood, {kind.name: {"filled_at_us": filled_at_us, "lacking": lacking}})
+
+    store.transact(work, name="finish filling")
+
+
+def must_not_be_splitting(state: UnitState) -> None:
+    if state.splitting is not None:
+        raise Conflict(
+            f"the dimension {state.splitting.dimension!r} is being added",
+            hint="Finish that first: keyfold orders add-dimension",
+        )
+
+
+def must_have_dimensions(tx: Transaction, unit: Unit, dimensions: Sequence[str]) -> None:
+    """A dimension that was added meanwhile makes what was read of history worthless."""
+    state = unit.stood(tx).state
+    must_not_be_splitting(state)
+    if state.dimensions != list(dimensions):
+        raise Conflict("a dimension was added meanwhile", hint="Run it again")
+
+
+def _change(tx: Transaction, unit: Unit, stood: Stood, changes: Mapping[str, Mapping[str, object]]) -> None:
+    if changes:
+        types = [structs.replace(each, **changes.get(each.name, {})) for each in stood.state.identities]
+        unit.change(tx, stood, structs.replace(stood.state, identities=types))
+
+
+Report = Callable[[int, str], None]  # how many are done, and what
+
+
+def silent(done: int, what: str) -> None:
+    """Tell nobody."""
+
+
+def behind(report: Report, before: int) -> Report:
+    """Tell of the next piece of work as of what follows so many."""
+    return lambda done, what: report(before + done, what)

@@ -1,0 +1,310 @@
+"""The table of historical completed orders: any Ibis table, Parquet by default, under the names that a unit uses.
+
+Everything that could be wrong with it is looked at before anything is written, and all of it is told at once.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Struct
+
+from keyfold.core.errors import BadInput
+from keyfold.core.times import iso
+from keyfold.orders.model import APPLICATION, BRAND, UNKNOWN, IdentityType, UnitState
+from keyfold.orders.service.unit import Unit
+
+if TYPE_CHECKING:
+    import ibis.expr.types as ir
+
+ORDER_ID, CREATED_AT = "order_id", "created_at"
+TEXT_MAX = 200
+SHOWN_MAX = 10
+BATCH_ROWS = 50_000
+
+
+class HistoryCell(Struct, frozen=True, gc=False):
+    """How many orders of an identity have these values; with an order id it is that one order."""
+
+    identity: str
+    values: tuple[str, ...]  # of the dimensions, in their order
+    count: int
+    from_us: int
+    to_us: int
+    order_id: str = ""
+    is_live: bool = False  # created from the start on
+
+
+class Names(Struct, frozen=True):
+    """What is to be read of history, and what it calls it."""
+
+    identities: list[str]
+    dimensions: list[str]
+    columns: Mapping[str, str]
+
+
+def names_of(unit: Unit, state: UnitState, identities: Sequence[str] | None = None) -> Names:
+    """The names of a unit as it is now."""
+    every = [each.name for each in state.identities]
+    return Names(
+        every if identities is None else list(identities),
+        list(state.dimensions),
+        {**unit.settings.columns, **state.columns},
+    )
+
+
+class History:
+    """Historical orders with the names of a unit: order_id, created_at, identities, dimensions."""
+
+    def __init__(self, unit: Unit, table: "ir.Table", names: "Names", source: str) -> None:
+        self.unit = unit
+        self.dimensions = names.dimensions
+        self.identities = names.identities
+        self.source = source
+        self._table = _named(unit, table, names)
+
+    def must_be_sound(self) -> None:
+        """Refuse a table that cannot be counted exactly, with everything that is wrong with it."""
+        wrong = [*self._not_there(), *self._twice(), *self._unmapped(), *self._too_long()]
+        if wrong:
+            raise BadInput("; ".join(wrong), place="history")
+
+    def count(self) -> int:
+        return int(self._table.count().execute())
+
+    def count_before_start(self, kind: IdentityType) -> int:
+        """How many orders of an identity type were created before its start."""
+        orders = self._orders(kind, None, ())
+        return int(orders.filter(orders[CREATED_AT] < self._moment(kind.start_us or 0)).count().execute())
+
+    def cells(self, kind: IdentityType, after: str | None, without: Sequence[str]) -> Iterator[HistoryCell]:
+        """The cells of an identity type, of orders created before its start, in the order of the identities."""
+        import ibis
+
+        orders = self._orders(kind, after, without)
+        orders = orders.filter(orders[CREATED_AT] < self._moment(kind.start_us or 0))
+        yield from self._streamed(
+            orders.group_by([kind.name, *self.dimensions])
+            .agg(count=orders.count(), from_us=orders[CREATED_AT].min(), to_us=orders[CREATED_AT].max())
+            .mutate(order_id=ibis.literal(""), is_live=ibis.literal(False))
+            .order_by(kind.name),
+            kind.name,
+        )
+
+    def all_cells(
+        self, kind: IdentityType, after: str | None, without: Sequence[str], *, before_us: int, single_from_us: int
+    ) -> Iterator[HistoryCell]:
+        """The cells of all orders created before a moment, live and history apart.
+
+        Orders created from `single_from_us` on stand alone, with their ids: their marks tell where they are counted.
+        """
+        import ibis
+
+        orders = self._orders(kind, after, without)
+        orders = orders.filter(orders[CREATED_AT] < self._moment(before_us))
+        is_live: Any = ibis.literal(True)
+        if kind.start_us is not None:
+            is_live = orders[CREATED_AT] >= self._moment(kind.start_us)
+        orders = orders.mutate(is_live=is_live)
+        edge = self._moment(single_from_us)
+        old = orders.filter(~((orders[CREATED_AT] >= edge) & orders.is_live))
+        new = orders.filter((orders[CREATED_AT] >= edge) & orders.is_live)
+        names = [kind.name, *self.dimensions, "is_live"]
+        together = (
+            old.group_by(names)
+            .agg(count=old.count(), from_us=old[CREATED_AT].min(), to_us=old[CREATED_AT].max())
+            .mutate(order_id=ibis.literal(""))
+        )
+        single = new.select(
+            *names,
+            count=ibis.literal(1, "int64"),
+            from_us=new[CREATED_AT],
+            to_us=new[CREATED_AT],
+            order_id=new[ORDER_ID],
+        )
+        columns = [*names, "count", "from_us", "to_us", "order_id"]
+        every = together.select(*columns).union(single.select(*columns))
+        yield from self._streamed(every.order_by(kind.name), kind.name)
+
+    def lacking(self, order_ids: Sequence[str]) -> list[str]:
+        """Those of the orders that are not in the table."""
+        import ibis
+
+        if not order_ids:
+            return []
+        wanted = ibis.memtable({ORDER_ID: list(order_ids)}, schema={ORDER_ID: "string"})
+        missing = wanted.anti_join(self._table, ORDER_ID)
+        return sorted(missing.to_pyarrow()[ORDER_ID].to_pylist())
+
+    def _orders(self, kind: IdentityType, after: str | None, without: Sequence[str]) -> "ir.Table":
+        import ibis
+
+        orders = self._table.filter(self._table[kind.name].notnull())
+        if after is not None:
+            orders = orders.filter(orders[kind.name] > after)
+        if without:
+            gone = ibis.memtable({ORDER_ID: list(without)}, schema={ORDER_ID: "string"})
+            orders = orders.anti_join(gone, ORDER_ID)
+        return orders
+
+    def _moment(self, time_us: int) -> Any:
+        import ibis
+
+        kind = self._table[CREATED_AT].type()
+        text = iso(time_us).removesuffix("Z")
+        return ibis.literal(text).cast("timestamp('UTC')" if kind.timezone else "timestamp")
+
+    def _streamed(self, table: "ir.Table", identity: str) -> Iterator[HistoryCell]:
+        import pyarrow as pa
+
+        for batch in table.to_pyarrow_batches(chunk_size=BATCH_ROWS):
+            rows = {name: batch.column(name) for name in batch.schema.names}
+            dimensions = [rows[name].to_pylist() for name in self.dimensions]
+            values: Sequence[tuple[str, ...]] = (
+                list(zip(*dimensions, strict=True)) if dimensions else [()] * batch.num_rows
+            )
+            moments = [
+                rows[name].cast(pa.timestamp("us", tz=rows[name].type.tz)).cast(pa.int64()).to_pylist()
+                for name in ("from_us", "to_us")
+            ]
+            yield from map(
+                HistoryCell,
+                rows[identity].to_pylist(),
+                values,
+                rows["count"].to_pylist(),
+                *moments,
+                rows["order_id"].to_pylist(),
+                rows["is_live"].to_pylist(),
+            )
+
+    def _not_there(self) -> Iterator[str]:
+        for name in (ORDER_ID, CREATED_AT):
+            if count := int(self._table[name].isnull().sum().fill_null(0).execute()):
+                yield f"{count} orders have no {name}"
+
+    def _twice(self) -> Iterator[str]:
+        table = self._table
+        by_id = table.group_by(ORDER_ID).agg(times=table.count())
+        twice = by_id.filter(by_id.times > 1)
+        count = int(twice.count().execute())
+        if count:
+            shown = twice.order_by(ORDER_ID).limit(SHOWN_MAX).to_pyarrow()[ORDER_ID].to_pylist()
+            yield f"{count} orders stand there more than once: {', '.join(map(str, shown))}" + ", …" * (
+                count > SHOWN_MAX
+            )
+
+    def _unmapped(self) -> Iterator[str]:
+        """An application without a brand stops everything: a guess would be a wrong number."""
+        if APPLICATION not in self._table.columns:
+            return
+        known = list(self.unit.settings.application_brands)
+        given = self._table.select(APPLICATION).distinct().to_pyarrow()[APPLICATION].to_pylist()
+        if missing := sorted(str(each) for each in set(given) - set(known) - {None}):
+            shown = ", ".join(missing[:SHOWN_MAX]) + ", …" * (len(missing) > SHOWN_MAX)
+            yield f"{len(missing)} applications have no brand: {shown}"
+
+    def _too_long(self) -> Iterator[str]:
+        for name in (ORDER_ID, *self.identities, *self.dimensions):
+            if count := int((self._table[name].length() > TEXT_MAX).sum().fill_null(0).execute()):
+                yield f"{count} values of {name} are longer than {TEXT_MAX} characters"
+
+
+def opened(unit: Unit, where: "str | ir.Table", names: Names, source: str = "") -> History:
+    """The history of a unit: Parquet files by path or pattern, or an Ibis table that a program gives."""
+    if not isinstance(where, str):
+        return History(unit, where, names, source or "table")
+    paths = _files(where)
+    stamp = hashlib.sha256(
+        msgspec.json.encode([(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths])
+    )
+    return History(unit, _parquet(paths), names, stamp.hexdigest())
+
+
+def _files(where: str) -> list[Path]:
+    path = Path(where)
+    paths = sorted(path.parent.glob(path.name)) if any(each in path.name for each in "*?[") else [path]
+    paths = [each for each in paths if each.exists()]
+    if not paths:
+        raise BadInput(f"there are no files {where}", place="history", hint="Name Parquet files: orders/*.parquet")
+    return paths
+
+
+def _parquet(paths: Sequence[Path]) -> "ir.Table":
+    try:
+        import ibis
+    except ImportError:
+        raise BadInput("history needs Ibis and DuckDB", hint="Install keyfold[bulk]") from None
+    # A connection of its own: what a query cannot hold in memory it puts beside the system's temporary files.
+    connection = ibis.duckdb.connect()
+    connection.raw_sql("SET TimeZone = 'UTC'")
+    connection.raw_sql("SET preserve_insertion_order = false")
+    try:
+        return connection.read_parquet([str(path) for path in paths])
+    except Exception as error:
+        raise BadInput(f"the history cannot be read: {error}", place="history") from None
+
+
+def _named(unit: Unit, table: "ir.Table", names: Names) -> "ir.Table":
+    """The columns under our names; all that are missing are told at once."""
+    import ibis
+
+    identities, dimensions, columns = names.identities, names.dimensions, names.columns
+    brands = unit.settings.application_brands
+    by_application = BRAND in dimensions and bool(brands)
+    wanted = [
+        ORDER_ID,
+        CREATED_AT,
+        *identities,
+        *(name for name in dimensions if not (name == BRAND and by_application)),
+    ]
+    if by_application:
+        wanted.append(APPLICATION)
+    found: dict[str, Any] = {}
+    missing: list[str] = []
+    for name in wanted:
+        column = _column(table, columns.get(name, name))
+        if column is None:
+            missing.append(f"{columns.get(name, name)} ({name})")
+        else:
+            found[name] = column
+    if missing:
+        raise BadInput(
+            f"the history lacks columns: {', '.join(missing)}",
+            place="history",
+            hint=f"orders.units.{unit.name}.columns tells what they are called; there are {', '.join(table.columns)}",
+        )
+    moment = found[CREATED_AT]
+    if moment.type().is_string():
+        found[CREATED_AT] = moment.cast("timestamp('UTC')")
+    elif not moment.type().is_timestamp():
+        raise BadInput(f"{columns.get(CREATED_AT, CREATED_AT)} must be a timestamp", place="history")
+    found[ORDER_ID] = found[ORDER_ID].cast("string")
+    for name in identities:
+        found[name] = found[name].cast("string").nullif("")
+    for name in (*dimensions, APPLICATION):
+        if name in found:
+            found[name] = found[name].cast("string").nullif("")
+            if name != APPLICATION:
+                found[name] = found[name].fill_null(UNKNOWN)
+    named = table.select(**found)
+    if by_application:
+        brand = named[APPLICATION].cases(*brands.items(), else_=UNKNOWN)
+        named = named.mutate(**{BRAND: ibis.coalesce(brand, ibis.literal(UNKNOWN))})
+    return unit.hooks.history(named) if unit.hooks.history is not None else named
+
+
+def _column(table: "ir.Table", path: str) -> Any:
+    """A column by its name, or a field of a struct by its path."""
+    if path in table.columns:
+        return table[path]
+    first, _, rest = path.partition(".")
+    if not rest or first not in table.columns or not table[first].type().is_struct():
+        return None
+    column: Any = table[first]
+    for name in rest.split("."):
+        if not column.type().is_struct() or name not in column.type().names:
+            return None
+        column = column[name]
+    return column

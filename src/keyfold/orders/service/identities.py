@@ -1,0 +1,39 @@
+"""Adding an identity type: it gets a start of its own, and a backfill that touches nothing else."""
+
+from msgspec import structs
+
+from keyfold.core.clock import SECOND_US
+from keyfold.core.errors import BadInput, Conflict
+from keyfold.core.store import Store, Transaction
+from keyfold.orders.model import IdentityType
+from keyfold.orders.service.filling import must_not_be_splitting
+from keyfold.orders.service.unit import Unit, must_lie_ahead
+
+
+def add_identity(
+    store: Store, unit: Unit, name: str, start_us: int | None = None, column: str | None = None
+) -> IdentityType:
+    """Count by a further identity type, live from its start on; asked for again, nothing changes."""
+    if not name.isidentifier() or not name.isascii() or len(name) > 63:
+        raise BadInput(f"{name!r} cannot be the name of an identity type", hint="Use letters, digits and _")
+
+    def work(tx: Transaction) -> IdentityType:
+        stood = unit.stood(tx)
+        state = stood.state
+        known = next((each for each in state.identities if each.name == name), None)
+        if known is not None:
+            if start_us in (None, known.start_us):
+                return known
+            raise Conflict(f"the identity type {name!r} is there, with another start, which cannot change")
+        must_not_be_splitting(state)
+        if name in state.dimensions:
+            raise BadInput(f"{name!r} is a dimension")
+        lead = unit.settings.start_lead_seconds_min
+        chosen = start_us if start_us is not None else tx.now_us + (lead + 60) * SECOND_US
+        must_lie_ahead(unit, chosen, tx.now_us, "start")
+        added = IdentityType(name, 1 + max(each.type_id for each in state.identities), chosen)
+        columns = {**state.columns, **({name: column} if column else {})}
+        unit.change(tx, stood, structs.replace(state, identities=[*state.identities, added], columns=columns))
+        return added
+
+    return store.transact(work, name="add identity type")

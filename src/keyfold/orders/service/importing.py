@@ -1,0 +1,204 @@
+"""Import of the older nested documents: counts by tariff, and by brand and tariff, one document an identity.
+
+Counts that name no brand belong to the brand for mixed data; the payment method was not kept, so it is `unknown`. What
+cannot be mapped, or was updated after the start, is refused and listed; the rest is set whole identity by identity.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any
+
+import msgspec
+from msgspec import Struct, structs
+
+from keyfold.core.errors import BadInput
+from keyfold.core.store import Store, Transaction
+from keyfold.core.times import moment_us
+from keyfold.orders.model import BRAND, UNKNOWN, IdentityType
+from keyfold.orders.service.filling import Filled, Report, claim, finish, must_have_dimensions, set_identities, silent
+from keyfold.orders.service.jobs import Job, Progress
+from keyfold.orders.service.unit import Unit
+
+TARIFF = "tariff"
+DOCUMENTS_MAX = 1_000  # in one transaction
+SHOWN_MAX = 100
+_ISO_DATE = re.compile(r"^ISODate\(['\"](.+)['\"]\)$")
+
+
+class RefusedDocument(Struct, frozen=True):
+    line: int
+    identity: str
+    reason: str
+
+
+class Imported(Struct, frozen=True):
+    """What was imported."""
+
+    identity: str
+    documents: int
+    orders: int
+    refused: int
+    refused_documents: list[RefusedDocument]  # some of them
+
+
+class _Refused(Exception):
+    """Why a document cannot be imported."""
+
+
+def import_documents(
+    store: Store,
+    unit: Unit,
+    name: str,
+    lines: IO[bytes],
+    source: str,
+    report: Report = silent,
+    *,
+    documents_max: int = DOCUMENTS_MAX,
+) -> Imported:
+    """Set the history part of identities from documents, one JSON object a line."""
+    (kind,) = claim(store, unit, [name], "import")
+    dimensions = _must_fit(store, unit)
+    started_at_us = store.read(lambda tx: tx.now_us)
+    job = Job.begin(store, unit, f"import {name}", f"{source} {','.join(dimensions)}")
+    begin = int(job.progress.after or 0)
+    refused: list[RefusedDocument] = []
+    for piece in _pieces(lines, begin, documents_max):
+        read = [_read(unit, kind, dimensions, number, line) for number, line in piece]
+        refused += [each for each in read if isinstance(each, RefusedDocument)][: SHOWN_MAX - len(refused)]
+        _step(store, unit, kind, job, dimensions, piece[-1][0], read)
+        report(piece[-1][0], f"documents of {name}")
+    done = structs.replace(job.progress, is_done=True)
+    store.transact(lambda tx: job.step(tx, done), name="import done")
+    finish(store, unit, kind, started_at_us, 0)
+    numbers = done.numbers
+    return Imported(name, numbers.get("documents", 0), numbers.get("orders", 0), numbers.get("refused", 0), refused)
+
+
+def _must_fit(store: Store, unit: Unit) -> list[str]:
+    dimensions = store.read(unit.stood).state.dimensions
+    for name in (TARIFF, BRAND):
+        if name not in dimensions:
+            raise BadInput(f"the unit {unit.name} has no dimension {name!r}, older documents need it")
+    if not unit.settings.mixed_brand:
+        raise BadInput(
+            "the brand of counts that name none is not set",
+            place=f"orders.units.{unit.name}.mixed_brand",
+            hint="Older documents mix the brands: name the one that their counts belong to",
+        )
+    return dimensions
+
+
+def _pieces(lines: IO[bytes], begin: int, documents_max: int) -> Iterator[list[tuple[int, bytes]]]:
+    piece: list[tuple[int, bytes]] = []
+    for number, line in enumerate(lines, 1):
+        if number <= begin or not line.strip():
+            continue
+        piece.append((number, line))
+        if len(piece) == documents_max:
+            yield piece
+            piece = []
+    if piece:
+        yield piece
+
+
+Document = tuple[str, list[Filled]]
+
+
+def _read(
+    unit: Unit, kind: IdentityType, dimensions: Sequence[str], number: int, line: bytes
+) -> Document | RefusedDocument:
+    identity = ""
+    try:
+        document = msgspec.json.decode(line, type=dict[str, Any])
+        identity = str(document.get("_id", ""))
+        return identity, list(filled_of(unit, kind, dimensions, document))
+    except (_Refused, BadInput, msgspec.DecodeError, UnicodeError) as error:
+        return RefusedDocument(number, identity[:200], str(error))
+
+
+def filled_of(
+    unit: Unit, kind: IdentityType, dimensions: Sequence[str], document: Mapping[str, Any]
+) -> Iterator[Filled]:
+    """The cells of one document."""
+    unknown = sorted(set(document) - {"_id", "transactions", "tariffs", "brand", "created", "updated"})
+    if unknown:
+        raise _Refused(f"it has fields that cannot be mapped: {', '.join(unknown)}")
+    identity = document.get("_id")
+    if not isinstance(identity, str) or not 1 <= len(identity) <= 200 or "\0" in identity:
+        raise _Refused("_id must be text of 1 to 200 characters")
+    created_us, updated_us = _moment(document, "created"), _moment(document, "updated")
+    if created_us > updated_us:
+        raise _Refused("it was updated before it was created")
+    if kind.start_us is not None and updated_us >= kind.start_us:
+        raise _Refused("it was updated after the start: some of its orders may have counted live")
+    counts = dict(_tariffs(document, unit.settings.mixed_brand, ""))
+    for brand, own in _object(document, "brand", "").items():
+        if not isinstance(own, dict) or set(own) - {"tariffs", "transactions"}:
+            raise _Refused(f"brand.{brand} cannot be mapped")
+        for key, count in _tariffs(own, brand, f"brand.{brand}."):
+            counts[key] = counts.get(key, 0) + count
+    for (brand, tariff), count in counts.items():
+        values = dict.fromkeys(dimensions, UNKNOWN) | {BRAND: brand, TARIFF: tariff}
+        if count:
+            yield Filled(identity, unit.slice_of(values), count, created_us, updated_us)
+
+
+def _tariffs(holder: Mapping[str, Any], brand: str, place: str) -> Iterator[tuple[tuple[str, str], int]]:
+    for tariff, own in _object(holder, "tariffs", place).items():
+        count = own.get("value") if isinstance(own, dict) and set(own) == {"value"} else None
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count < 2**53:
+            raise _Refused(f"{place}tariffs.{tariff} cannot be mapped")
+        if not 1 <= len(tariff) <= 200 or not 1 <= len(brand) <= 200 or "\0" in tariff + brand:
+            raise _Refused(f"{place}tariffs has a name that cannot be kept")
+        yield (brand, tariff), count
+
+
+def _object(holder: Mapping[str, Any], name: str, place: str) -> Mapping[str, Any]:
+    found = holder.get(name, {})
+    if not isinstance(found, dict):
+        raise _Refused(f"{place}{name} cannot be mapped")
+    return found
+
+
+def _moment(document: Mapping[str, Any], name: str) -> int:
+    """A time as the older store exports it: ISODate('…'), {"$date": …}, or plain ISO 8601."""
+    given = document.get(name)
+    if isinstance(given, dict) and set(given) == {"$date"}:
+        given = given["$date"]
+    if not isinstance(given, str):
+        raise _Refused(f"{name} is not a time")
+    wrapped = _ISO_DATE.match(given)
+    return moment_us(wrapped[1] if wrapped else given, 0)
+
+
+def _step(
+    store: Store,
+    unit: Unit,
+    kind: IdentityType,
+    job: Job,
+    dimensions: Sequence[str],
+    number: int,
+    read: Sequence[Document | RefusedDocument],
+) -> None:
+    # Of two documents of one identity the later one stands.
+    documents = dict(each for each in read if isinstance(each, tuple))
+    filled = [cell for cells in documents.values() for cell in cells]
+    before = job.progress
+    progress = Progress(
+        before.source,
+        str(number),
+        False,
+        before.adding(
+            documents=len(documents),
+            orders=sum(each.count for each in filled),
+            refused=sum(isinstance(each, RefusedDocument) for each in read),
+        ),
+    )
+
+    def work(tx: Transaction) -> None:
+        job.step(tx, progress)
+        must_have_dimensions(tx, unit, dimensions)
+        set_identities(tx, unit, kind, sorted(documents), filled)
+
+    store.transact(work, name="import", once=True)
+    job.stepped(progress)

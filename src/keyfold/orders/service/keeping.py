@@ -1,0 +1,54 @@
+"""Orders that were kept because they were not counted: listed, and driven again where the reason is gone."""
+
+import msgspec
+import sqlalchemy as sa
+from msgspec import Struct
+
+from keyfold.core.clock import SECOND_US
+from keyfold.core.errors import BadInput
+from keyfold.core.store import Transaction
+from keyfold.core.store.shapes import delete
+from keyfold.core.times import iso
+from keyfold.orders.model import CompletedOrder, checked
+from keyfold.orders.service.counting import Verdict, count_orders
+from keyfold.orders.service.unit import Unit
+
+
+class KeptOrder(Struct, frozen=True):
+    """One of them."""
+
+    order_id: str
+    why: str  # late, before_start or set_aside
+    created_at: str
+    kept_at: str
+    order: CompletedOrder
+
+
+def kept_orders(tx: Transaction, unit: Unit, why: str | None, after: str, limit: int) -> list[KeptOrder]:
+    """The kept orders behind an id, in the order of their ids."""
+    kept = unit.tables.kept
+    wanted = sa.select(kept).where(kept.c.order_id > after).order_by(kept.c.order_id, kept.c.why).limit(limit)
+    if why is not None:
+        wanted = wanted.where(kept.c.why == why)
+    decode = msgspec.json.Decoder(CompletedOrder).decode
+    return [
+        KeptOrder(row.order_id, row.why, iso(row.created_at_us), iso(row.kept_at_us), decode(row.body))
+        for row in tx.execute(wanted)
+    ]
+
+
+def redrive(tx: Transaction, unit: Unit, after: str, limit: int) -> tuple[str | None, list[Verdict]]:
+    """Count orders again that were set aside, now that the unit may place them; where to go on, and what became."""
+    page = kept_orders(tx, unit, "set_aside", after, limit)
+    state, brands = unit.stood(tx).state, unit.settings.application_brands
+    good: list[CompletedOrder] = []
+    for each in page:
+        try:
+            checked(each.order, state, brands, tx.now_us, unit.settings.future_seconds_max * SECOND_US, each.order_id)
+            good.append(each.order)
+        except BadInput:
+            continue
+    verdicts = count_orders(tx, unit, good)
+    gone = [each.order_id for each in verdicts if each.status != "set_aside"]
+    delete(tx, unit.tables.kept, {"order_id": gone, "why": ["set_aside"] * len(gone)})
+    return (page[-1].order_id if len(page) == limit else None), verdicts

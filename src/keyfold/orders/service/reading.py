@@ -1,0 +1,141 @@
+"""Reading counts: one statement for all identities asked for, over the index alone; evidence on request."""
+
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from keyfold.core.store import Transaction
+from keyfold.core.store.batch import Columns
+from keyfold.core.store.shapes import load
+from keyfold.core.times import iso
+from keyfold.orders.model import DataItem, Identity, IdentityType, Property, UnitState, grouped, must_be_query
+from keyfold.orders.service.unit import Unit
+from keyfold.orders.tables import NEVER_FROM_US, NEVER_TO_US
+
+CellKey = tuple[int, str]  # identity type, identity value
+Counts = Mapping[CellKey, list[tuple[Mapping[str, str], int]]]
+PARTS = ("live_count", "live_from_us", "live_to_us", "history_count", "history_from_us", "history_to_us")
+
+
+class Query(Struct, frozen=True):
+    """Which orders of whom, and by what their number is to be told apart."""
+
+    identities: Sequence[Identity]
+    filters: Sequence[Property] = ()
+    group_by: Sequence[str] = ()
+
+
+class Evidence(Struct, frozen=True):
+    """What a count rests on, so that whoever relies on it can refuse where it does not suffice."""
+
+    counted_from: str | None  # creation of the earliest order counted; None: none was
+    counted_to: str | None
+    start: str | None  # from here on orders count live; None: all do
+    history: str  # "none" is needed, "pending", "backfilled" or "imported"
+    filled_at: str | None  # when history was last counted to its end
+    is_complete: bool  # nothing of history is missing
+    lag_messages: int | None  # completed orders that wait in the topic; None: not known
+
+
+class IdentityData(Struct, frozen=True, omit_defaults=True):
+    """The counts of one identity."""
+
+    identity: Identity
+    data: list[DataItem]
+    evidence: Evidence | None = None
+
+
+def read_orders(tx: Transaction, unit: Unit, query: Query) -> list[IdentityData]:
+    """The counts of each identity, in the order asked for."""
+    return read_many(tx, unit, [query])[0]
+
+
+def read_many(tx: Transaction, unit: Unit, queries: Sequence[Query]) -> list[list[IdentityData]]:
+    """Several queries by one statement; each was checked."""
+    state = unit.seen(tx).state
+    ids = {each.name: each.type_id for each in state.identities}
+    counts = counts_of(
+        tx, unit, [(ids[each.type], each.value) for query in queries for each in query.identities if each.type in ids]
+    )
+    return [
+        [
+            IdentityData(each, grouped(counts.get((ids[each.type], each.value), ()), query.filters, query.group_by))
+            for each in query.identities
+        ]
+        for query in queries
+    ]
+
+
+def must_be_known(state: UnitState, query: Query) -> None:
+    """Refuse a query that names what the unit does not have."""
+    known = {each.name for each in state.identities}
+    for index, each in enumerate(query.identities):
+        if each.type not in known:
+            state.identity(each.type, f"identities[{index}].type")
+    must_be_query(state, query.filters, query.group_by)
+
+
+def columns_of(keys: Sequence[CellKey]) -> Columns:
+    """Identities as the columns of a batch, each once."""
+    wanted = list(dict.fromkeys(keys))
+    return {"identity_type": [each for each, _ in wanted], "identity_value": [each for _, each in wanted]}
+
+
+def counts_of(tx: Transaction, unit: Unit, keys: Sequence[CellKey]) -> Counts:
+    """The cells of identities: values of the dimensions, and the number of orders, live and history together."""
+    found = load(tx, unit.tables.cells, columns_of(keys), ("live_count", "history_count"))
+    values = unit.values_of(tx, [key[2] for key in found])
+    counts: dict[CellKey, list[tuple[Mapping[str, str], int]]] = {}
+    for (type_id, value, slice_id), (live, history) in found.items():
+        counts.setdefault((type_id, value), []).append((values[slice_id], live + history))
+    return counts
+
+
+def evidence_of(
+    tx: Transaction, unit: Unit, identities: Sequence[Identity], lag_messages: int | None
+) -> list[Evidence]:
+    """What the counts of identities rest on."""
+    state = unit.seen(tx).state
+    types = {each.name: each for each in state.identities}
+    keys = columns_of([(types[each.type].type_id, each.value) for each in identities])
+    spans: dict[CellKey, tuple[int, int]] = {}
+    for (type_id, value, _), row in load(tx, unit.tables.cells, keys, PARTS).items():
+        for count, from_us, to_us in (row[:3], row[3:]):
+            if count:
+                first, last = spans.get((type_id, value), (NEVER_FROM_US, NEVER_TO_US))
+                spans[type_id, value] = (min(first, from_us), max(last, to_us))
+    return [
+        _evidence(
+            types[each.type],
+            spans.get((types[each.type].type_id, each.value), (NEVER_FROM_US, NEVER_TO_US)),
+            lag_messages,
+        )
+        for each in identities
+    ]
+
+
+def _evidence(kind: IdentityType, span: tuple[int, int], lag_messages: int | None) -> Evidence:
+    return Evidence(
+        counted_from=None if span[0] == NEVER_FROM_US else iso(span[0]),
+        counted_to=None if span[1] == NEVER_TO_US else iso(span[1]),
+        start=None if kind.start_us is None else iso(kind.start_us),
+        history=_history(kind),
+        filled_at=None if kind.filled_at_us is None else iso(kind.filled_at_us),
+        is_complete=is_complete(kind),
+        lag_messages=lag_messages,
+    )
+
+
+def _history(kind: IdentityType) -> str:
+    if not kind.has_history:
+        return "none"
+    if kind.filled_at_us is None:
+        return "pending"
+    return "imported" if kind.source == "import" else "backfilled"
+
+
+def is_complete(kind: IdentityType) -> bool:
+    """Whether all of history is counted: filled to its end after the start had passed, and nothing was lacking."""
+    if kind.start_us is None:
+        return True
+    return kind.filled_at_us is not None and kind.filled_at_us >= kind.start_us and not kind.lacking

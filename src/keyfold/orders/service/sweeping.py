@@ -1,0 +1,60 @@
+"""What ages: marks behind the watermark, orders kept for a window, places nobody took. All in bounded steps."""
+
+import sqlalchemy as sa
+
+from keyfold.core.store import Transaction
+from keyfold.orders.service.unit import DAY_US, STATE, Unit
+
+
+def move_watermark(tx: Transaction, unit: Unit) -> bool:
+    """Orders of a day that lies `dedupe_days` back are late from now on. It never moves back; whether it moved.
+
+    While a dimension is being added it stands still: the marks tell which orders are counted without it.
+    """
+    stood = unit.stood(tx)
+    edge = (tx.now_us // DAY_US - unit.settings.dedupe_days) * DAY_US
+    if stood.late_before_us >= edge or stood.state.splitting is not None:
+        return False
+    changed = sa.update(unit.tables.state).where(unit.tables.state.c.name == STATE)
+    newer = unit.tables.state.c.late_before_us < edge
+    return tx.execute(changed.where(newer).values(late_before_us=edge)).rowcount == 1
+
+
+def purge_marks(tx: Transaction, unit: Unit, rows_max: int) -> int:
+    """Delete marks a whole day behind the watermark: every transaction that saw an older one has long ended."""
+    stood = unit.stood(tx)
+    if stood.state.splitting is not None:
+        return 0
+    return _delete_oldest(
+        tx, unit.tables.marks, unit.tables.marks.c.created_at_us, stood.late_before_us - DAY_US, rows_max
+    )
+
+
+def purge_kept(tx: Transaction, unit: Unit, rows_max: int) -> int:
+    before = tx.now_us - unit.settings.keep_days * DAY_US
+    return _delete_oldest(tx, unit.tables.kept, unit.tables.kept.c.kept_at_us, before, rows_max)
+
+
+def purge_reservations(tx: Transaction, unit: Unit, rows_max: int) -> int:
+    """Places whose time is over had no effect since that moment."""
+    reservations = unit.tables.reservations
+    return _delete_oldest(tx, reservations, reservations.c.expires_at_us, tx.now_us, rows_max)
+
+
+def purge_gates(tx: Transaction, unit: Unit, rows_max: int) -> int:
+    """A gate only keeps two apart at one moment: where nothing is held it may go, whoever waits makes it anew."""
+    gates, held = unit.tables.gates, unit.tables.reservations
+    same = sa.and_(held.c.identity_type == gates.c.identity_type, held.c.identity_value == gates.c.identity_value)
+    idle = sa.select(gates.c.identity_type, gates.c.identity_value).where(~sa.exists().where(same)).limit(rows_max)
+    key = sa.tuple_(gates.c.identity_type, gates.c.identity_value)
+    return tx.execute(sa.delete(gates).where(key.in_(idle))).rowcount
+
+
+def _delete_oldest(tx: Transaction, table: sa.Table, column: sa.Column[int], before: int, rows_max: int) -> int:
+    """Delete rows from before a moment, the oldest first, about `rows_max` at once."""
+    edge = sa.select(column).where(column < before).order_by(column).limit(1).offset(rows_max - 1)
+    newest = tx.execute(edge).scalar()
+    return tx.execute(sa.delete(table).where(column < before if newest is None else column <= newest)).rowcount
+
+
+PURGES = (purge_marks, purge_kept, purge_reservations, purge_gates)

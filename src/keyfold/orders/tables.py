@@ -1,0 +1,173 @@
+"""The tables of one unit. Each unit has its own, so that a change to one touches no other.
+
+A cell is the count of one identity in one slice. Its live part counts orders created from the start of its identity
+type on, its history part those created before; each part has one writer, so neither can spoil the other.
+"""
+
+from functools import cache
+
+import sqlalchemy as sa
+from msgspec import Struct
+
+from keyfold.core.store.schema import EVERYWHERE, BinaryText, Int32, Int64, Text, table
+
+# Of an empty part: whatever comes is earlier than this, and later than that.
+NEVER_FROM_US = 2**62
+NEVER_TO_US = -(2**62)
+
+
+class UnitTables(Struct, frozen=True):
+    state: sa.Table
+    slices: sa.Table
+    cells: sa.Table
+    marks: sa.Table
+    kept: sa.Table
+    corrections: sa.Table
+    gates: sa.Table
+    reservations: sa.Table
+    jobs: sa.Table
+
+    @property
+    def all(self) -> list[sa.Table]:
+        return [getattr(self, name) for name in self.__struct_fields__]
+
+
+@cache
+def tables_of(unit: str) -> UnitTables:
+    """The tables of a unit, by its name."""
+    metadata = sa.MetaData()
+
+    def own(name: str, *columns: sa.schema.SchemaItem, by: str, with_rowid: bool = False) -> sa.Table:
+        declared = f"orders_{unit}_{name}"
+        return table(declared, *columns, distribute_by=by, with_rowid=with_rowid, metadata=metadata)
+
+    return UnitTables(
+        # One row: identity types with their starts, dimensions; and the watermark, which only grows.
+        state=own(
+            "state",
+            sa.Column("name", Text, primary_key=True),
+            sa.Column("version", Int64, nullable=False),
+            sa.Column("body", Text, nullable=False),
+            sa.Column("late_before_us", Int64, nullable=False),
+            by=EVERYWHERE,
+        ),
+        # The dictionary of dimension values. A new dimension is new slices, not a new column.
+        slices=own(
+            "slices",
+            sa.Column("slice_id", Int64, primary_key=True, autoincrement=False),
+            sa.Column("dimension_values", Text, nullable=False),
+            by=EVERYWHERE,
+        ),
+        cells=_cells(unit, metadata),
+        # An order that was counted: where, so that it can be taken back, and what it said, so that a repeat is known.
+        marks=_marks(unit, metadata),
+        # Orders that were not counted, or not for all identities: late, before the start, or not to be placed.
+        kept=_kept(unit, metadata),
+        # Orders that were taken back; never purged, because history still has them.
+        corrections=own(
+            "corrections",
+            sa.Column("order_id", Text, primary_key=True),
+            sa.Column("corrected_at_us", Int64, nullable=False),
+            sa.Column("reason", Text, nullable=False),
+            by="order_id",
+        ),
+        # Whoever reserves for an identity holds its gate: two cannot take the last place.
+        gates=own(
+            "gates",
+            sa.Column("identity_type", Int32, primary_key=True, autoincrement=False),
+            sa.Column("identity_value", BinaryText, primary_key=True),
+            sa.Column("version", Int64, nullable=False),
+            by="identity_value",
+        ),
+        reservations=_reservations(unit, metadata),
+        # One row a piece of long work: whose run it is, and how far it came.
+        jobs=own(
+            "jobs",
+            sa.Column("name", Text, primary_key=True),
+            sa.Column("version", Int64, nullable=False),
+            sa.Column("run", Text, nullable=False),
+            sa.Column("body", Text, nullable=False),
+            by=EVERYWHERE,
+        ),
+    )
+
+
+def _cells(unit: str, metadata: sa.MetaData) -> sa.Table:
+    """Covering on PostgreSQL: a read of counts touches the index alone. On SQLite the table is its own index."""
+    name = f"orders_{unit}_cells"
+    return table(
+        name,
+        sa.Column("identity_type", Int32, nullable=False),
+        sa.Column("identity_value", BinaryText, nullable=False),
+        sa.Column("slice_id", Int64, nullable=False),
+        sa.Column("live_count", Int64, nullable=False, server_default="0"),
+        sa.Column("live_from_us", Int64, nullable=False, server_default=sa.text(str(NEVER_FROM_US))),
+        sa.Column("live_to_us", Int64, nullable=False, server_default=sa.text(str(NEVER_TO_US))),
+        sa.Column("history_count", Int64, nullable=False, server_default="0"),
+        sa.Column("history_from_us", Int64, nullable=False, server_default=sa.text(str(NEVER_FROM_US))),
+        sa.Column("history_to_us", Int64, nullable=False, server_default=sa.text(str(NEVER_TO_US))),
+        sa.PrimaryKeyConstraint(
+            "identity_type",
+            "identity_value",
+            "slice_id",
+            name=f"{name}_key",
+            postgresql_include=["live_count", "history_count"],
+        ),
+        distribute_by="identity_value",
+        with_rowid=False,
+        metadata=metadata,
+    )
+
+
+def _marks(unit: str, metadata: sa.MetaData) -> sa.Table:
+    name = f"orders_{unit}_marks"
+    marks = table(
+        name,
+        sa.Column("order_id", Text, primary_key=True),
+        sa.Column("created_at_us", Int64, nullable=False),
+        sa.Column("fingerprint", Int64, nullable=False),
+        sa.Column("slice_id", Int64, nullable=False),
+        sa.Column("moved_to_slice_id", Int64, nullable=False),  # where a new dimension moved it, identity by identity
+        sa.Column("identities", Text, nullable=False),
+        sa.Column("is_corrected", Int32, nullable=False),
+        distribute_by="order_id",
+        with_rowid=False,
+        metadata=metadata,
+    )
+    sa.Index(f"{name}_created", marks.c.created_at_us)
+    return marks
+
+
+def _kept(unit: str, metadata: sa.MetaData) -> sa.Table:
+    name = f"orders_{unit}_kept"
+    kept = table(
+        name,
+        sa.Column("order_id", Text, primary_key=True),
+        sa.Column("why", Text, primary_key=True),
+        sa.Column("created_at_us", Int64, nullable=False),
+        sa.Column("kept_at_us", Int64, nullable=False),
+        sa.Column("body", Text, nullable=False),
+        distribute_by="order_id",
+        with_rowid=False,
+        metadata=metadata,
+    )
+    sa.Index(f"{name}_kept_at", kept.c.kept_at_us)
+    return kept
+
+
+def _reservations(unit: str, metadata: sa.MetaData) -> sa.Table:
+    name = f"orders_{unit}_reservations"
+    reservations = table(
+        name,
+        sa.Column("identity_type", Int32, primary_key=True, autoincrement=False),
+        sa.Column("identity_value", BinaryText, primary_key=True),
+        sa.Column("order_id", Text, primary_key=True),
+        sa.Column("filters", Text, primary_key=True),
+        sa.Column("expires_at_us", Int64, nullable=False),
+        distribute_by="identity_value",
+        with_rowid=False,
+        metadata=metadata,
+    )
+    sa.Index(f"{name}_order", reservations.c.order_id)
+    sa.Index(f"{name}_expires", reservations.c.expires_at_us)
+    return reservations
