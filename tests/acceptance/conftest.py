@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.acceptance.served import KEYFOLD, LOGS, PROFILES, QUIET_LIMITS, TRIAL, Served, Start, token_for
+from tests.acceptance.served import KEYFOLD, LOGS, PROFILES, QUIET_LIMITS, TRIAL, UNITS, Served, Start, token_for
 
 
 @pytest.fixture
@@ -49,6 +49,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         **LOGS,
         **QUIET_LIMITS,
         **PROFILES,
+        **UNITS,
         "KEYFOLD_STORE_URL": url,
         "KEYFOLD_LIMITS_REQUEST_SECONDS_MAX": "2",
         "KEYFOLD_LIMITS_BODY_BYTES_MAX": "2000000",

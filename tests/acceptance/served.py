@@ -25,6 +25,7 @@ PROFILES = {
     "KEYFOLD_PROFILES_CATALOG": str(ROOT / "src/keyfold/counters/examples/marketplace.proto"),
     "KEYFOLD_PROFILES_HANDLERS": str(ROOT / "tests/profile_handlers.py"),
 }
+UNITS = {"KEYFOLD_ORDERS_UNITS": '{"rides": {}, "food": {"identities": ["phone_id"], "dimensions": ["place"]}}'}
 # For tests that call faster than any client may.
 QUIET_LIMITS = {
     "KEYFOLD_LIMITS_REFUSALS_PER_SECOND_MAX": "1000000",

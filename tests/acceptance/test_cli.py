@@ -22,6 +22,7 @@ from keyfold.core import outbox
 from keyfold.core.access import client_of
 from keyfold.core.context import Context
 from keyfold.core.errors import BadInput, Unauthenticated
+from keyfold.core.part import named_tables
 from keyfold.core.relay import Relay
 from keyfold.core.settings import load
 from keyfold.core.store import Store, migrate
@@ -130,7 +131,7 @@ def ready_file(tmp_path: Path) -> str:
 
 def made_ready(url: str) -> str:
     store = Store.open(url)
-    migrate.upgrade(store)
+    migrate.upgrade(store, named_tables(PARTS, load(parts=settings_of_parts(), environ={})))
     store.close()
     return url
 
@@ -863,6 +864,12 @@ CASES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("tally", "add"): ("apples",),
     ("tally", "get"): ("apples",),
     ("profiles", "export"): ("profiles.parquet",),
+    ("orders", "status"): (),
+    ("orders", "query"): ("phone_id=1",),
+    ("orders", "check"): ("phone_id=1", "--fewer-than", "3"),
+    ("orders", "kept"): (),
+    ("orders", "redrive"): (),
+    ("orders", "add-identity"): ("mail",),
     ("counters", "example"): (),
     ("counters", "show"): (str(EXAMPLE),),
     ("counters", "lint"): (str(EXAMPLE), str(EXAMPLE)),
@@ -878,6 +885,10 @@ ELSEWHERE = {
     ("profiles", "get"),
     ("profiles", "explain"),
     ("profiles", "replay"),
+    ("orders", "backfill"),
+    ("orders", "import"),
+    ("orders", "add-dimension"),
+    ("orders", "correct"),
 }
 
 

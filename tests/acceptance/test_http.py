@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,7 @@ def test_callers_that_go_away_leave_nothing_behind(shared: Served) -> None:
 # Who may do what --------------------------------------------------------------------------------------------------
 
 # Of what a key stands for in a test: a tally of that name, a type of profile, a log that feeds this type alone.
+UNIT_OF = {"a": "rides", "hers": "rides", "his": "food", "nobodys": "groceries"}
 TYPES = {"a": "user", "hers": "user", "his": "banner", "nobodys": "page"}
 LOGS_OF = {"user": "visit", "banner": "ads", "page": "none"}
 
@@ -299,9 +301,34 @@ CASES: dict[tuple[str, str], Callable[[str], tuple[str, dict[str, Any]]]] = {
         {"json": {"profiles": [{"ids": [{"type": TYPES[key], "id": 1}]}]}},
     ),
     ("get", "/v1/profiles/{type}/{id}/held"): lambda key: (f"/v1/profiles/{TYPES[key]}/1/held", {}),
+    ("post", "/v1/orders"): lambda key: (
+        f"/v1/orders?unit={UNIT_OF[key]}",
+        {"json": {"identities": [{"type": "phone_id", "value": "1"}], "filters": [], "group_by": []}},
+    ),
+    ("post", "/v1/orders/completed"): lambda key: (
+        f"/v1/orders/completed?unit={UNIT_OF[key]}",
+        {"json": {"orders": [{"order_id": "1", "created_at": now_iso(), "identities": {"phone_id": "1"}}]}},
+    ),
+    ("post", "/v1/orders/check"): lambda key: (
+        f"/v1/orders/check?unit={UNIT_OF[key]}",
+        {"json": {"identities": [{"type": "phone_id", "value": "1"}], "fewer_than": 3}},
+    ),
+    ("post", "/v1/orders/release"): lambda key: (
+        f"/v1/orders/release?unit={UNIT_OF[key]}",
+        {"json": {"order_ids": ["1"]}},
+    ),
+    ("post", "/v1/orders/corrections"): lambda key: (
+        f"/v1/orders/corrections?unit={UNIT_OF[key]}",
+        {"json": {"order_ids": ["nobody"], "reason": "trial"}},
+    ),
+    ("get", "/v1/orders/kept"): lambda key: (f"/v1/orders/kept?unit={UNIT_OF[key]}", {}),
     ("get", "/metrics"): lambda key: ("/metrics", {}),
 }
 NAMES_NOTHING = {("get", "/metrics")}
+
+
+def now_iso() -> str:
+    return datetime.now(UTC).isoformat()
 
 
 def guarded(served: Served) -> list[tuple[str, str, str]]:
@@ -343,7 +370,7 @@ def test_every_route_takes_its_own_scope_and_no_other(shared: Served) -> None:
 def test_of_two_tokens_neither_sees_what_is_granted_to_the_other(shared: Served) -> None:
     """Disjoint grants × every route × both things; what is hidden looks as what is not there."""
     url = shared.store_url
-    tokens = {own: token_for(url, tally=[own], profile=[TYPES[own]]) for own in ("hers", "his")}
+    tokens = {own: token_for(url, tally=[own], profile=[TYPES[own]], unit=[UNIT_OF[own]]) for own in ("hers", "his")}
     for method, path, _ in guarded(shared):
         if (method, path) in NAMES_NOTHING:
             continue

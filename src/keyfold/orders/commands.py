@@ -339,7 +339,7 @@ def correct(
 def kept(
     ctx: typer.Context,
     why: Annotated[str | None, typer.Option(metavar="WHY", help="late, before_start or set_aside.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000)] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 100,
     unit: UnitOption = "rides",
 ) -> Answer:
     """List orders that were not counted, or not for all their identities."""
