@@ -37,7 +37,8 @@ class CompletedOrder(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     order_id: Text
     created_at: Moment
     identities: Annotated[
-        dict[str, Value], Meta(description="the identities it has, by type: `phone_id`, …", max_length=IDENTITIES_MAX)
+        dict[str, Value],
+        Meta(description="the identities it has, by type: `phone_id`, …", min_length=1, max_length=IDENTITIES_MAX),
     ]
     properties: Annotated[
         dict[str, Value], Meta(description="its dimensions by name; `application` stands for the brand", max_length=50)

@@ -100,7 +100,7 @@ class Corrections(Struct, frozen=True):
 
 class KeptQuery(Struct, frozen=True, forbid_unknown_fields=True):
     unit: UnitName = "rides"
-    why: Literal["late", "before_start", "set_aside"] | None = None
+    why: Literal["any", "late", "before_start", "set_aside"] = "any"
     after: Annotated[str, Meta(max_length=200, pattern=r"^[^\x00]*$", description="the order_id to go on behind")] = ""
     limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
 
@@ -364,6 +364,7 @@ def _correcting(units: Units) -> Operation:
 def _keeping(context: Context, units: Units) -> Callable[[Ask], Outcome]:
     def run(ask: Ask) -> Outcome:
         unit, query = _unit(units, ask), ask.query
-        return Kept(context.store.read(lambda tx: kept_orders(tx, unit, query.why, query.after, query.limit)))
+        why = None if query.why == "any" else query.why
+        return Kept(context.store.read(lambda tx: kept_orders(tx, unit, why, query.after, query.limit)))
 
     return run
