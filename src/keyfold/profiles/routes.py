@@ -10,7 +10,7 @@ from keyfold.core.errors import KeyfoldError, NotFound, TooLarge
 from keyfold.core.gather import Ask, Encoded, Operation, Outcome
 from keyfold.core.route import Route
 from keyfold.core.store import Transaction
-from keyfold.profiles.answers import PROTOBUF, Profiles, as_protobuf, as_structs
+from keyfold.profiles.answers import JSON, PROTOBUF, Profiles, as_json, as_protobuf
 from keyfold.profiles.handlers import Event
 from keyfold.profiles.model import ProfileKey, Verdict, event_of, profile_id_of
 from keyfold.profiles.service.counting import count_events
@@ -192,12 +192,17 @@ def _reading(context: Context, product: Product) -> Operation:
     def view(ask: Ask) -> View:
         body: ReadBody = ask.body
         wanted = None if body.counters is None else tuple(dict.fromkeys(body.counters))
-        asked = (ask.client.name, wanted, body.as_of, body.idf)
+        asked = (ask.client.name, wanted, body.as_of, body.idf, ask.media)
         if asked not in views:
             if len(views) >= 1_000:
                 views.clear()
             views[asked] = view_of(
-                product, _client(product, ask), wanted, at_now=body.as_of == "now", weighted=body.idf
+                product,
+                _client(product, ask),
+                wanted,
+                at_now=body.as_of == "now",
+                weighted=body.idf,
+                as_json=ask.media == JSON,
             )
         return views[asked]
 
@@ -210,9 +215,8 @@ def _reading(context: Context, product: Product) -> Operation:
         for ask, own in zip(asks, seen, strict=True):
             part = read[at : at + len(ask.body.profiles)]
             at += len(part)
-            outcomes.append(
-                Encoded(as_protobuf(part, own), PROTOBUF) if ask.media == PROTOBUF else as_structs(part, own)
-            )
+            encode = as_protobuf if ask.media == PROTOBUF else as_json
+            outcomes.append(Encoded(encode(part, own), ask.media))
         return outcomes
 
     return Operation(name="profiles read", apply=apply, writes=False, check=check, weight=_weight)
