@@ -12,7 +12,7 @@ from keyfold.core.route import Route
 from keyfold.core.store import Transaction
 from keyfold.profiles.answers import JSON, PROTOBUF, Profiles, as_json, as_protobuf
 from keyfold.profiles.handlers import Event
-from keyfold.profiles.model import ProfileKey, Verdict, event_of, profile_id_of
+from keyfold.profiles.model import PROFILE_ID_BYTES_MAX, ProfileKey, Verdict, event_of, profile_id_of
 from keyfold.profiles.service.counting import count_events
 from keyfold.profiles.service.explaining import Explained, explain
 from keyfold.profiles.service.folding import warm
@@ -51,7 +51,9 @@ class ProfileId(Struct, frozen=True, forbid_unknown_fields=True):
     )
 
     def __post_init__(self) -> None:
-        profile_id_of(self.id, "id")
+        # Short text is within the bounds that are declared above, whatever its characters take.
+        if not isinstance(self.id, str) or len(self.id) * 4 > PROFILE_ID_BYTES_MAX:
+            profile_id_of(self.id, "id")
 
 
 class Person(Struct, frozen=True, forbid_unknown_fields=True):
@@ -223,7 +225,7 @@ def _reading(context: Context, product: Product) -> Operation:
 
 
 def _weight(ask: Ask) -> int:
-    return sum(len(person.ids) for person in ask.body.profiles)
+    return sum([len(person.ids) for person in ask.body.profiles])
 
 
 def _pace(product: Product, ask: Ask) -> float:
@@ -234,6 +236,9 @@ def _pace(product: Product, ask: Ask) -> float:
 
 def _keys(person: Person) -> list[ProfileKey]:
     """The same id twice is one profile."""
+    if len(person.ids) == 1:
+        (only,) = person.ids
+        return [(only.type, str(only.id))]
     return list(dict.fromkeys((each.type, str(each.id)) for each in person.ids))
 
 

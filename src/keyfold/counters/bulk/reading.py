@@ -24,7 +24,7 @@ from keyfold.counters.model import Number
 from keyfold.counters.packs import NAMES, must_be_whole, parsed
 
 # What one run of the loop holds in memory is some twenty times this.
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 18
 CODE_BITS = 32
 PLANS_MAX = 1_000
 LAYOUTS_MAX = 1_000

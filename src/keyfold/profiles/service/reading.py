@@ -101,7 +101,7 @@ def read_profiles(
     read: list[Read] = []
     for (ids, view), own, passed_on in zip(entries, rows, _passed_on(product, entries, rows, now), strict=True):
         segments = _segments(own) if view.segments else []
-        version = sum([row[2] for row in own])
+        version = own[0][2] if len(own) == 1 else sum([row[2] for row in own])
         if isinstance(passed_on, bytes):
             read.append(Read(ids[0], [], segments, version, "", passed_on))
             continue
@@ -161,6 +161,8 @@ def _written(
 ) -> Sequence[list[Pack] | bytes | None]:
     """As JSON wherever that can be done at once, and as packs elsewhere."""
     texts = bulk.write(product.catalog, bodies, wanted, now, kernel=product.settings.kernel)
+    if None not in texts:
+        return texts
     others = iter(_packs(product, [body for body, text in zip(bodies, texts, strict=True) if not text], wanted, now))
     return [next(others) if text is None else text for text in texts]
 
