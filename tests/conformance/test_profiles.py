@@ -17,7 +17,7 @@ from keyfold.counters.errors import CatalogWrong
 from keyfold.counters.keys import owner_of
 from keyfold.counters.messages_pb2 import Profile
 from keyfold.counters.model import decayed
-from keyfold.profiles.answers import as_protobuf, as_structs
+from keyfold.profiles.answers import as_json, as_protobuf, as_structs
 from keyfold.profiles.service import sweeping
 from keyfold.profiles.service.explaining import explain
 from keyfold.profiles.service.exporting import export
@@ -216,6 +216,9 @@ def everything_seen(profiles: Profiles, tmp_path: Path) -> list[bytes]:
         for ids in ((1,), (2,), (3,), (1, 1), (1, 4)):
             read = profiles.read(*ids, view=view)
             seen += [msgspec.json.encode(as_structs([read], view)), as_protobuf([read], view)]
+            at_once = view_of(profiles.product, UNRESTRICTED, None, at_now=at_now, as_json=True)
+            seen.append(as_json([profiles.read(*ids, view=at_once)], at_once))
+            assert seen[-1] == seen[-3]
     seen += sorted(each.SerializeToString() for each in published(profiles))
     import pyarrow.parquet as parquet
 

@@ -1,5 +1,6 @@
 """What every store must do, whichever it is."""
 
+import itertools
 import multiprocessing
 import random
 import threading
@@ -12,7 +13,7 @@ import sqlalchemy as sa
 from keyfold.core.errors import DataRefused, LostRace, SchemaUnknown, StoreBusy
 from keyfold.core.limits import Limits
 from keyfold.core.store import Store, Transaction, batch, migrate, shapes
-from keyfold.core.store.schema import HEAD, METADATA, UInt64
+from keyfold.core.store.schema import HEAD, METADATA, Bytes, Int64, Text, UInt64
 from keyfold.core.tables import BATCH_TOKENS, LEASES, MESSAGES
 from keyfold.tally.tables import TALLIES
 
@@ -240,6 +241,29 @@ def test_unsigned_numbers_keep_their_value_and_their_order(store: Store) -> None
         )
 
     assert store.read(joined) == numbers
+
+
+@pytest.mark.parametrize("differing", ["name", "number", "mark", "several", "none"])
+def test_rows_are_loaded_by_keys_that_differ_in_any_of_their_columns(store: Store, differing: str) -> None:
+    trial = sa.Table(
+        "composite_trial",
+        sa.MetaData(),
+        sa.Column("name", Text, primary_key=True),
+        sa.Column("number", UInt64, primary_key=True, autoincrement=False),
+        sa.Column("mark", Bytes, primary_key=True),
+        sa.Column("place", Int64),
+    )
+    columns = {"name": ["a", "1", 'é "'], "number": [0, 2**63, 2**64 - 1], "mark": [b"", b"\x00'", b"\xff"]}
+    every = list(itertools.product(*columns.values()))
+    stored = {name: [row[at] for row in every] for at, name in enumerate(columns)}
+    store.transact(lambda tx: trial.create(tx.connection))
+    store.transact(lambda tx: shapes.insert(tx, trial, {**stored, "place": list(range(len(every)))}))
+    keys = {name: values if differing in (name, "several") else values[1:2] * 3 for name, values in columns.items()}
+    found = store.read(lambda tx: shapes.load(tx, trial, keys, ["place"]))
+    expected = set(zip(*keys.values(), strict=True))
+    assert {(name, number, bytes(mark)): place for (name, number, mark), (place,) in found.items()} == {
+        row: place for place, row in enumerate(every) if row in expected
+    }
 
 
 def test_numbers_grow_and_are_never_given_twice(store: Store) -> None:

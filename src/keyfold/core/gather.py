@@ -2,11 +2,13 @@
 
 A lane is a thread with a connection. While it commits, further requests queue up and become its next batch, so the
 cost of a commit is shared by all who wait for it. A bad request fails alone: the batch is halved until it stands by
-itself. Keys are hashed to lanes, so that one key's requests do not meet each other on two connections.
+itself. Keys are hashed to lanes, so that one key's writes do not meet each other on two connections; reads, which wait
+for nobody, take turns.
 """
 
 import asyncio
 import hashlib
+import itertools
 import threading
 import time
 import zlib
@@ -36,6 +38,8 @@ from keyfold.core.store.shapes import insert_new, load
 from keyfold.core.tables import ANSWERS
 
 log = structlog.get_logger(__name__)
+
+LANES = 2  # of an operation, on a store that works in processes of its own
 
 
 class Ask(Struct, frozen=True, kw_only=True):
@@ -110,6 +114,7 @@ class Gatherer:
         self._limits = limits
         self._lanes: dict[tuple[str, int], _Lane] = {}
         self._guard = threading.Lock()
+        self._reads = itertools.count()
         self._closed = False
 
     async def ask(self, operation: Operation, ask: Ask) -> Reply:
@@ -131,8 +136,7 @@ class Gatherer:
             lane.close()
 
     def _lane(self, operation: Operation, ask: Ask) -> "_Lane":
-        lanes = self._lane_count(operation)
-        number = zlib.crc32(operation.key(ask).encode()) % lanes if lanes > 1 else 0
+        number = self._number(operation, ask)
         lane = self._lanes.get((operation.name, number))
         if lane is None:
             with self._guard:
@@ -143,10 +147,11 @@ class Gatherer:
                 )
         return lane
 
-    def _lane_count(self, operation: Operation) -> int:
-        if self._store.is_sqlite:
-            return 1
-        return 2
+    def _number(self, operation: Operation, ask: Ask) -> int:
+        if self._store.is_sqlite:  # its work is done in this process, where a second lane would wait for the first
+            return 0
+        place = zlib.crc32(operation.key(ask).encode()) if operation.writes else next(self._reads)
+        return place % LANES
 
 
 class _Waiting:

@@ -10,9 +10,9 @@ from keyfold.core.errors import KeyfoldError, NotFound, TooLarge
 from keyfold.core.gather import Ask, Encoded, Operation, Outcome
 from keyfold.core.route import Route
 from keyfold.core.store import Transaction
-from keyfold.profiles.answers import PROTOBUF, Profiles, as_protobuf, as_structs
+from keyfold.profiles.answers import JSON, PROTOBUF, Profiles, as_json, as_protobuf
 from keyfold.profiles.handlers import Event
-from keyfold.profiles.model import ProfileKey, Verdict, event_of, profile_id_of
+from keyfold.profiles.model import PROFILE_ID_BYTES_MAX, ProfileKey, Verdict, event_of, profile_id_of
 from keyfold.profiles.service.counting import count_events
 from keyfold.profiles.service.explaining import Explained, explain
 from keyfold.profiles.service.folding import warm
@@ -51,7 +51,9 @@ class ProfileId(Struct, frozen=True, forbid_unknown_fields=True):
     )
 
     def __post_init__(self) -> None:
-        profile_id_of(self.id, "id")
+        # Short text is within the bounds that are declared above, whatever its characters take.
+        if not isinstance(self.id, str) or len(self.id) * 4 > PROFILE_ID_BYTES_MAX:
+            profile_id_of(self.id, "id")
 
 
 class Person(Struct, frozen=True, forbid_unknown_fields=True):
@@ -192,12 +194,17 @@ def _reading(context: Context, product: Product) -> Operation:
     def view(ask: Ask) -> View:
         body: ReadBody = ask.body
         wanted = None if body.counters is None else tuple(dict.fromkeys(body.counters))
-        asked = (ask.client.name, wanted, body.as_of, body.idf)
+        asked = (ask.client.name, wanted, body.as_of, body.idf, ask.media)
         if asked not in views:
             if len(views) >= 1_000:
                 views.clear()
             views[asked] = view_of(
-                product, _client(product, ask), wanted, at_now=body.as_of == "now", weighted=body.idf
+                product,
+                _client(product, ask),
+                wanted,
+                at_now=body.as_of == "now",
+                weighted=body.idf,
+                as_json=ask.media == JSON,
             )
         return views[asked]
 
@@ -210,16 +217,15 @@ def _reading(context: Context, product: Product) -> Operation:
         for ask, own in zip(asks, seen, strict=True):
             part = read[at : at + len(ask.body.profiles)]
             at += len(part)
-            outcomes.append(
-                Encoded(as_protobuf(part, own), PROTOBUF) if ask.media == PROTOBUF else as_structs(part, own)
-            )
+            encode = as_protobuf if ask.media == PROTOBUF else as_json
+            outcomes.append(Encoded(encode(part, own), ask.media))
         return outcomes
 
     return Operation(name="profiles read", apply=apply, writes=False, check=check, weight=_weight)
 
 
 def _weight(ask: Ask) -> int:
-    return sum(len(person.ids) for person in ask.body.profiles)
+    return sum([len(person.ids) for person in ask.body.profiles])
 
 
 def _pace(product: Product, ask: Ask) -> float:
@@ -230,6 +236,9 @@ def _pace(product: Product, ask: Ask) -> float:
 
 def _keys(person: Person) -> list[ProfileKey]:
     """The same id twice is one profile."""
+    if len(person.ids) == 1:
+        (only,) = person.ids
+        return [(only.type, str(only.id))]
     return list(dict.fromkeys((each.type, str(each.id)) for each in person.ids))
 
 

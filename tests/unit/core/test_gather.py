@@ -182,7 +182,7 @@ def test_closing_finishes_what_waits_and_refuses_what_is_new(sqlite_store: Store
     assert value(sqlite_store, "a") == sum(isinstance(answer, Reply) for answer in answers)
 
 
-def test_reads_are_gathered_too(tmp_path: Path, sqlite_store: Store) -> None:
+def test_reads_are_gathered_too(tmp_path: Path, store: Store) -> None:
     batches: list[int] = []
 
     def read(tx: Transaction, asks: Sequence[Ask]) -> list[Outcome]:
@@ -195,5 +195,5 @@ def test_reads_are_gathered_too(tmp_path: Path, sqlite_store: Store) -> None:
     async def work(gatherer: Gatherer) -> list[Reply]:
         return await asyncio.gather(*(gatherer.ask(operation, ask("a")) for _ in range(200)))
 
-    assert {reply.body for reply in run(sqlite_store, work)} == {b"0"}
+    assert {reply.body for reply in run(store, work)} == {b"0"}
     assert len(batches) < 50

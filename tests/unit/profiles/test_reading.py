@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -11,8 +12,8 @@ from keyfold.counters.catalog import Catalog, Kind
 from keyfold.counters.errors import KindWrong, PackEmpty, PackWrong, RowsMissing
 from keyfold.counters.messages_pb2 import Profile, ValueType
 from keyfold.counters.packs import NAMES, as_legacy
-from keyfold.profiles.answers import as_protobuf, as_structs
-from keyfold.profiles.service.reading import Read, View, packs_of
+from keyfold.profiles.answers import as_json, as_protobuf, as_structs
+from keyfold.profiles.service.reading import LeftOut, Read, View, packs_of
 from tests.unit.counters.test_bulk import CATALOG as OTHER
 from tests.unit.counters.test_bulk import _mutations, kernels
 from tests.unit.counters.test_counters import CATALOG, DAY, HISTORIES, NOW, Update, folded
@@ -56,9 +57,18 @@ def spelled(packs: list[reading.Pack]) -> str:
 
 
 def must_be_alike(catalog: Catalog, bodies: list[bytes], wanted: frozenset[int], now: int, kernel: KernelName) -> None:
-    for body, packs in zip(bodies, reading.read(catalog, bodies, wanted, now, kernel=kernel), strict=True):
+    read = reading.read(catalog, bodies, wanted, now, kernel=kernel)
+    for body, packs in zip(bodies, read, strict=True):
         if packs is not None:
             assert spelled(packs) == one_by_one(catalog, body, wanted, now)
+    for packs, text in zip(read, reading.write(catalog, bodies, wanted, now, kernel=kernel), strict=True):
+        assert text is None or (packs is not None and text == encoded(packs))
+
+
+def encoded(packs: list[reading.Pack]) -> bytes:
+    """The packs as msgspec writes them."""
+    (profile,) = as_structs([Read(("user", "1"), packs, [], 1)], View(frozenset(), [])).profiles
+    return msgspec.json.encode(profile.packed_counters)
 
 
 @pytest.mark.spec("PRO-08", "CNT-08")
@@ -202,3 +212,16 @@ def test_every_kind_of_values_is_answered_under_its_own_name() -> None:
     ]
     assert named == expected
     assert b"\xff" * 8 in as_protobuf([read], view)
+
+
+@pytest.mark.spec("PRO-08")
+def test_an_answer_is_the_same_whether_its_packs_were_written_at_once_or_number_by_number() -> None:
+    body = folded([[(1, 5, 2.5, NOW), (3, 5, 2**64 - 1, NOW), (2, 6, 1e-9, NOW)]])
+    wanted, kernel = frozenset({1, 2, 3}), "auto"
+    (packs,), (text,) = (each(CATALOG, [body], wanted, NOW, kernel=kernel) for each in (reading.read, reading.write))
+    view = View(wanted, [LeftOut(4, "needs a grant")])
+    segments = [('a " b', 3)]
+    for key in (("user", "1"), ("user", 'é "\\ \u2028')):
+        plain = [Read(key, packs, segments, 7), Read(key, [], [], 0), Read(key, [], [], 2, "broken")]
+        written = [Read(key, [], segments, 7, "", text), *plain[1:]]
+        assert as_json(written, view) == as_json(plain, view) == msgspec.json.encode(as_structs(plain, view))

@@ -109,6 +109,14 @@ def source(tx: Transaction, table: sa.Table, columns: Columns) -> tuple[str, Any
     return "VALUES " + ", ".join([row] * count), tuple(value for each in zip(*values, strict=True) for value in each)
 
 
+def listed(table: sa.Table, name: str, values: Sequence[Any]) -> tuple[str, bytes]:
+    """A `SELECT` of one column as `value` for SQLite, and its parameter."""
+    (ready,) = stored(table, {name: values})
+    if isinstance(table.c[name].type, sa.LargeBinary):
+        return "SELECT unhex(value) AS value FROM json_each(?)", msgspec.json.encode([each.hex() for each in ready])
+    return "SELECT value FROM json_each(?)", msgspec.json.encode(ready)
+
+
 def relation(tx: Transaction, table: sa.Table, columns: Columns, name: str = "batch") -> sa.FromClause:
     """The batch as something a SQLAlchemy statement can select from or join; columns are typed as in `table`."""
     typed = {column: table.c[column].type for column in columns}

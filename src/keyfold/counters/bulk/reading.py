@@ -1,13 +1,15 @@
 """Reading many stored profiles at once: the counters asked for, as lists, of bodies that can be passed on as they lie.
 
-With Numba all bodies go through one compiled loop; what it puts aside, and everything without Numba, goes through
-protobuf, with all that depends on the counters of a pack worked out once. What neither can pass on (something has
-expired, is too much, is in another form, is broken) is answered None, and the caller looks at it key by key.
+With Numba all bodies go through one compiled loop, and through a second one where JSON is wanted; what the first puts
+aside, and everything without Numba, goes through protobuf, with all that depends on the counters of a pack worked out
+once. What neither can pass on (something has expired, is too much, is in another form, is broken) is answered None, and
+the caller looks at it key by key.
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
 from math import isfinite
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -22,7 +24,7 @@ from keyfold.counters.model import Number
 from keyfold.counters.packs import NAMES, must_be_whole, parsed
 
 # What one run of the loop holds in memory is some twenty times this.
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 18
 CODE_BITS = 32
 PLANS_MAX = 1_000
 LAYOUTS_MAX = 1_000
@@ -66,6 +68,10 @@ class Plan:
         self.fits = all(len(each) < CODE_BITS for each in self.members)
         self.ids: Words = tables_of(catalog).ids
         self.counters, self.groups = self._tables() if self.fits else (np.empty((0, 4), np.int64),) * 2
+        self.kinds: Words = np.array(
+            [(each, catalog[each].kind) for members in self.members for each in members], np.uint64
+        ).reshape(-1, 2)
+        self.firsts: Ints = np.array([*accumulate(map(len, self.members), initial=0)], np.int64)
         self.shapes: dict[int, Shape] = {}
         self.layouts: dict[tuple[int, ...], Layout | None] = {}
 
@@ -139,7 +145,7 @@ def read(
 ) -> list[list[Pack] | None]:
     """The wanted packs of each body as of `now`, in the order they are stored; None: look at it key by key."""
     plan = plan_of(catalog, wanted)
-    if not plan.fits or kernel == "numpy" or (kernel == "auto" and not has_numba()):
+    if not _is_compiled(plan, kernel):
         return [_by_protobuf(plan, body, now) for body in bodies]
     found: list[list[Pack] | None] = []
     for some in _chunks(bodies):
@@ -147,18 +153,48 @@ def read(
     return [_by_protobuf(plan, bodies[at], now) if packs is None else packs for at, packs in enumerate(found)]
 
 
+def write(
+    catalog: Catalog, bodies: Sequence[bytes], wanted: frozenset[int], now: int, *, kernel: KernelName = "auto"
+) -> list[bytes | None]:
+    """The packs that `read` finds as JSON, a list for each body; None where only `read` can tell."""
+    plan = plan_of(catalog, wanted)
+    if not _is_compiled(plan, kernel):
+        return [None] * len(bodies)
+    return [written for some in _chunks(bodies) for written in _written(plan, some, now)]
+
+
 def warm(catalog: Catalog, *, kernel: KernelName = "auto") -> None:
     """Read something, so that no request waits for the loop: the first time ever, it is compiled for seconds."""
-    read(catalog, [b""], frozenset(islice(catalog.counters, 1)), 0, kernel=kernel)
+    wanted = frozenset(islice(catalog.counters, 1))
+    read(catalog, [b""], wanted, 0, kernel=kernel)
+    write(catalog, [b""], wanted, 0, kernel=kernel)
+
+
+def _is_compiled(plan: Plan, kernel: KernelName) -> bool:
+    return plan.fits and (kernel == "numba" or (kernel == "auto" and has_numba()))
+
+
+def _written(plan: Plan, bodies: Sequence[bytes], now: int) -> Iterator[bytes | None]:
+    from keyfold.counters.bulk.by_numba_writing import write as write_all
+
+    text, ends = write_all(plan.kinds, plan.firsts, *_decoded(plan, bodies, now))
+    whole, begin = text.tobytes(), 0
+    for end in ends.tolist():
+        yield whole[begin:end] or None
+        begin = end
 
 
 def _by_numba(plan: Plan, bodies: Sequence[bytes], now: int) -> list[list[Pack] | None]:
+    return _cut(plan, *(column.tolist() for column in _decoded(plan, bodies, now)))
+
+
+def _decoded(plan: Plan, bodies: Sequence[bytes], now: int) -> Any:
+    """The columns of all packs: see `decode`."""
     from keyfold.counters.bulk.by_numba_reading import decode
 
     starts = np.array([*accumulate(map(len, bodies), initial=0)], np.int64)
     buffer = np.frombuffer(b"".join([*bodies, b"\0"]), np.uint8)  # NumPy refuses an empty one
-    columns = decode(buffer, starts, plan.ids, plan.counters, plan.groups, now)
-    return _cut(plan, *(column.tolist() for column in columns))
+    return decode(buffer, starts, plan.ids, plan.counters, plan.groups, now)
 
 
 def _chunks(bodies: Sequence[bytes]) -> Iterator[Sequence[bytes]]:

@@ -42,6 +42,7 @@ class View(Struct, frozen=True):
     at_now: bool = False
     weighted: bool = False
     legacy: bool = False
+    written: bool = False  # packs are wanted as JSON, where nothing else needs their numbers
 
 
 class Read(Struct, frozen=True, gc=False):
@@ -52,6 +53,7 @@ class Read(Struct, frozen=True, gc=False):
     segments: list[tuple[str, int]]
     version: int
     problem: str = ""  # why its counters cannot be read
+    written: bytes | None = None  # the packs as JSON, instead of `packs`
 
 
 def view_of(
@@ -61,6 +63,7 @@ def view_of(
     *,
     at_now: bool = False,
     weighted: bool = False,
+    as_json: bool = False,
 ) -> View:
     """What a client receives of what it asked for; what it does not is listed with the reason."""
     catalog = product.catalog
@@ -79,9 +82,9 @@ def view_of(
                 left_out.append(LeftOut(counter.id, "not among the counters of this client"))
         else:
             given.add(counter.id)
-    return View(
-        frozenset(given), left_out, "segments" in client.keywords, at_now, weighted and bool(given), client.legacy
-    )
+    is_weighted = weighted and bool(given)
+    written = as_json and not (at_now or is_weighted or client.legacy)
+    return View(frozenset(given), left_out, "segments" in client.keywords, at_now, is_weighted, client.legacy, written)
 
 
 def read_profiles(
@@ -97,11 +100,15 @@ def read_profiles(
     _must_not_be_too_much(product, rows)
     read: list[Read] = []
     for (ids, view), own, passed_on in zip(entries, rows, _passed_on(product, entries, rows, now), strict=True):
+        segments = _segments(own) if view.segments else []
+        version = own[0][2] if len(own) == 1 else sum([row[2] for row in own])
+        if isinstance(passed_on, bytes):
+            read.append(Read(ids[0], [], segments, version, "", passed_on))
+            continue
         packs, problem = passed_on, ""
         if packs is None:
             packs, problem = _looked_at(product, ids, view, own, held, now)
-        segments = _segments(own) if view.segments else []
-        read.append(Read(ids[0], packs, segments, sum([row[2] for row in own]), problem))
+        read.append(Read(ids[0], packs, segments, version, problem))
     if any(view.weighted for _, view in entries):
         return weighted(tx, product, read, [view.weighted for _, view in entries])
     return read
@@ -129,19 +136,35 @@ def _passed_on(
     entries: Sequence[tuple[Sequence[ProfileKey], View]],
     rows: Sequence[Sequence[tuple[Any, ...]]],
     now: int,
-) -> list[list[Pack] | None]:
+) -> list[list[Pack] | bytes | None]:
     """The packs of all people of whom one stored profile can be passed on as it lies; None for the others."""
-    found: list[list[Pack] | None] = [None] * len(entries)
-    by_wish: dict[frozenset[int], list[int]] = {}
+    found: list[list[Pack] | bytes | None] = [None] * len(entries)
+    by_wish: dict[tuple[frozenset[int], bool], list[int]] = {}
     for index, (ids, view) in enumerate(entries):
         if len(ids) == 1 and rows[index] and view.counters and not view.at_now:
-            by_wish.setdefault(view.counters, []).append(index)
-    for wanted, places in by_wish.items():
-        bodies = [rows[index][0][0] for index in places]
-        read = bulk.read(product.catalog, bodies, wanted, now, kernel=product.settings.kernel)
-        for index, packs in zip(places, read, strict=True):
+            by_wish.setdefault((view.counters, view.written), []).append(index)
+    for (wanted, written), places in by_wish.items():
+        passed_on = _written if written else _packs
+        for index, packs in zip(
+            places, passed_on(product, [rows[at][0][0] for at in places], wanted, now), strict=True
+        ):
             found[index] = packs
     return found
+
+
+def _packs(product: Product, bodies: Sequence[bytes], wanted: frozenset[int], now: int) -> list[list[Pack] | None]:
+    return bulk.read(product.catalog, bodies, wanted, now, kernel=product.settings.kernel)
+
+
+def _written(
+    product: Product, bodies: Sequence[bytes], wanted: frozenset[int], now: int
+) -> Sequence[list[Pack] | bytes | None]:
+    """As JSON wherever that can be done at once, and as packs elsewhere."""
+    texts = bulk.write(product.catalog, bodies, wanted, now, kernel=product.settings.kernel)
+    if None not in texts:
+        return texts
+    others = iter(_packs(product, [body for body, text in zip(bodies, texts, strict=True) if not text], wanted, now))
+    return [next(others) if text is None else text for text in texts]
 
 
 def _looked_at(
