@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from msgspec import structs
 
 from keyfold.core import audit, deadletters, outbox, progress
 from keyfold.core.access import client_of, create, revoke, rotate, tokens
@@ -40,12 +42,20 @@ from keyfold.core.store.shapes import (
 from keyfold.core.tables import MESSAGES
 from keyfold.core.topics.topic import Message
 from keyfold.core.workers import consumer_named
+from keyfold.orders.model import Identity
+from keyfold.orders.service.checking import Check, Checked, check_orders
+from keyfold.orders.service.correcting import correct_orders
+from keyfold.orders.service.unit import Units
+from keyfold.orders.tables import tables_of
+from keyfold.orders.worker import Sweep as OrdersSweep
 from keyfold.parts import PARTS, settings_of_parts
 from keyfold.profiles.tables import EVENT_MARKS, EVENT_WATERMARKS, HELD_UPDATES, PROFILES
 from keyfold.profiles.worker import Sweep
 from keyfold.tally import service
 from keyfold.tally.model import Addition
 from keyfold.tally.tables import TALLIES
+from tests.orders import START, iso, order, recount, write_history
+from tests.orders import opened as opened_orders
 from tests.profiles import OFFER, event
 from tests.profiles import opened as opened_profiles
 
@@ -111,7 +121,7 @@ def test_status_shows_where_the_tables_lie() -> None:
     assert "Citus" in status["server"]
     assert status["state"] == "current"
     assert {table["table"]: table["by"] for table in status["tables"]} == {
-        table.name: table.info["distribute_by"] for table in METADATA.tables.values()
+        table.name: table.info["distribute_by"] for table in [*METADATA.tables.values(), *tables_of("rides").all]
     }
 
 
@@ -380,3 +390,40 @@ def test_profiles_are_counted_held_back_released_merged_and_swept() -> None:
         while sweep.step():
             pass
         assert profiles.read(1).version == 0
+
+
+@pytest.mark.spec("ECO-05", "ORD-05", "ORD-08", "ORD-10", "ORD-14")
+@pytest.mark.usefixtures("context")
+def test_orders_are_counted_filled_split_checked_and_taken_back(tmp_path: Path) -> None:
+    """Marks lie by order, cells by identity, and still commit together."""
+    unit = f"t{uuid.uuid4().hex[:10]}"
+    options = {"start": iso(START), "limits__transaction_seconds_max": 5, "limits__lock_seconds_max": 5}
+    with opened_orders(URL, unit=unit, **options) as orders:
+        distribute(orders.store, named=orders.unit.tables.all)
+        placed = {each.table: each.by for each in placements(orders.store, orders.unit.tables.all)}
+        assert placed[orders.unit.tables.cells.name] == "identity_value"
+        every = [
+            order(f"o{n}", START - 3_000 + 60 * n, {"phone_id": f"p{n % 9}", "card_id": f"c{n % 4}"}, city=f"x{n % 3}")
+            for n in range(100)
+        ]
+        bare = [structs.replace(each, properties={}) for each in every]
+        orders.clock.advance(3 * 3_600)
+        assert orders.count(*bare).count("accepted") == orders.count(*bare).count("duplicate") == 50
+        path = write_history(tmp_path / "h.parquet", every)
+        orders.backfill(path, cells_max=10)
+        assert orders.add_dimension("city", path, cells_max=10).is_done
+        dimensions = ["tariff", "brand", "payment_method_type", "city"]
+        assert orders.cells() == recount(every, dimensions, ["phone_id", "card_id"])
+        asked = Check(
+            [Identity("phone_id", "p1"), Identity("card_id", "c1")], fewer_than=30, order_id="x", reserve_seconds=9
+        )
+        (answer,) = orders.store.transact(lambda tx: check_orders(tx, orders.unit, [asked]))
+        assert isinstance(answer, Checked)
+        assert answer.allowed
+        orders.store.transact(lambda tx: correct_orders(tx, orders.unit, ["o99"], "fraud", "test"))
+        assert orders.cells() == recount(every[:99], dimensions, ["phone_id", "card_id"])
+        orders.clock.advance(60 * 86_400)
+        sweep = OrdersSweep(orders.context, Units({unit: orders.unit}))
+        while sweep.step():
+            pass
+        assert orders.count(*bare[50:]).count("late") == 50

@@ -48,7 +48,10 @@ class UnitShown(Struct, frozen=True):
 
 @app.command()
 def status(ctx: typer.Context, unit: UnitOption = "rides") -> Answer:
-    """Show what a unit counts by, its starts, and how far its long work is."""
+    """Show how a unit stands.
+
+    What it counts by, its starts, and how far its long work is.
+    """
     from keyfold.orders.service.jobs import progress_of
 
     context, own = _unit(ctx, unit)
@@ -140,7 +143,10 @@ def check(
     allow_incomplete: Annotated[bool, typer.Option(help="Answer although history is not counted yet.")] = False,
     unit: UnitOption = "rides",
 ) -> Answer:
-    """Check whether every identity has fewer (or at least) so many orders; exits with 1 where not."""
+    """Check for the first N orders.
+
+    Whether every identity has fewer (or at least) so many; exits with 1 where not.
+    """
     from keyfold.core.errors import KeyfoldError
     from keyfold.orders.service.checking import Check, check_orders, must_be_check
 
@@ -178,7 +184,7 @@ def backfill(
     ] = None,
     unit: UnitOption = "rides",
 ) -> Answer:
-    """Count the orders created before the start, from a table of historical orders.
+    """Count history: orders from before the start.
 
     It may be stopped anywhere and run again at any time, also whenever history has caught up.
     """
@@ -219,7 +225,10 @@ def import_(
     identity: Annotated[str, typer.Option(metavar="TYPE", help="The identity type that the documents are of.")],
     unit: UnitOption = "rides",
 ) -> Answer:
-    """Import counts from the older nested documents; what cannot be mapped is refused and listed."""
+    """Import the older nested documents.
+
+    What cannot be mapped is refused and listed; then it exits with 1.
+    """
     from keyfold.orders.service.importing import import_documents
 
     context, own = _unit(ctx, unit)
@@ -245,7 +254,10 @@ def add_identity(
     column: Annotated[str | None, typer.Option(metavar="COLUMN", help="What history calls it.")] = None,
     unit: UnitOption = "rides",
 ) -> Answer:
-    """Count by a further identity type: live from its start on, before it by a backfill of this type alone."""
+    """Count by a further identity type.
+
+    Live from its start on; what was before by a backfill of this type alone.
+    """
     from keyfold.orders.service.identities import add_identity as added
 
     context, own = _unit(ctx, unit)
@@ -270,9 +282,9 @@ def add_dimension(
     ] = False,
     unit: UnitOption = "rides",
 ) -> Answer:
-    """Tell orders apart by a further dimension, without stopping anything; resumes where it was.
+    """Tell orders apart by a further dimension.
 
-    Exits with 1 while cells are left that history cannot explain.
+    Nothing stops meanwhile; run again, it resumes where it was. Exits with 1 while cells are left that history cannot explain.
     """
     from keyfold.orders.service import splitting
     from keyfold.orders.service.history import names_of
@@ -342,7 +354,10 @@ def kept(
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 100,
     unit: UnitOption = "rides",
 ) -> Answer:
-    """List orders that were not counted, or not for all their identities."""
+    """List orders that were not counted.
+
+    Or not for all their identities: late, created before the start, set aside.
+    """
     from keyfold.orders.service.keeping import kept_orders
 
     if why not in (None, "late", "before_start", "set_aside"):
@@ -358,7 +373,10 @@ def kept(
 
 @app.command()
 def redrive(ctx: typer.Context, unit: UnitOption = "rides") -> Answer:
-    """Count orders again that were set aside, now that the unit may place them."""
+    """Count orders again that were set aside.
+
+    For after the settings were mended: an application has its brand now, a hook works.
+    """
     from keyfold.orders.service.keeping import redrive as driven
 
     context, own = _unit(ctx, unit)

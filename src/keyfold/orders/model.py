@@ -119,6 +119,7 @@ class Order(Struct, frozen=True, gc=False):
     slice_id: int
     fingerprint: int
     sent: CompletedOrder
+    is_whole: bool  # every identity that it has counts live
 
 
 class Slice(Struct, frozen=True, gc=False):

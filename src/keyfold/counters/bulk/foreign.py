@@ -40,6 +40,8 @@ def _fold(
         counters.cleanup()
         written = counters.serialise()
         for counter_id, lost in counters.bill.items():
+            if not any(lost):
+                continue
             before = folded.bill.get(counter_id, (0.0, 0.0))
             folded.bill[counter_id] = (before[0] + lost[0], before[1] + lost[1])
         expires_at = counters.expires_at

@@ -68,7 +68,7 @@ def count_orders(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder]) 
             verdicts[index] = Verdict(sent.order_id, "set_aside", str(error))
             kept.append((sent, "set_aside"))
             continue
-        if len(order.identities) < len(sent.identities):
+        if not order.is_whole:
             kept.append((sent, "before_start"))
         if order.identities:
             arrived.append((index, order))
@@ -83,7 +83,8 @@ def count_orders(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder]) 
     keep(tx, unit, kept)
     found = [each for each in verdicts if each is not None]
     assert len(found) == len(orders)
-    tx.after_commit.append(lambda: _measure(unit, found))
+    left = sum(why == "before_start" for _, why in kept)
+    tx.after_commit.append(lambda: _measure(unit, found, left))
     return found
 
 
@@ -100,6 +101,7 @@ def _placed(unit: Unit, state: UnitState, sent: CompletedOrder) -> tuple[Order, 
             slice_id=slice_.slice_id,
             fingerprint=fingerprint(sent),
             sent=sent,
+            is_whole=len(identities) == len(order.identities),
         ),
         slice_,
     )
@@ -244,6 +246,7 @@ def keep(tx: Transaction, unit: Unit, orders: Sequence[tuple[CompletedOrder, Why
     )
 
 
-def _measure(unit: Unit, verdicts: Sequence[Verdict]) -> None:
+def _measure(unit: Unit, verdicts: Sequence[Verdict], left_to_history: int) -> None:
+    metrics.LEFT_TO_HISTORY.labels(unit.name).inc(left_to_history)
     for status, count in Counter(each.status for each in verdicts).items():
         metrics.ORDERS.labels(unit.name, status).inc(count)
