@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.effort import LONG, rotation
 
-PARTS = ("ground", "tally", "profiles")
+PARTS = ("ground", "tally", "profiles", "orders")
 
 # Every cell that the run must hit; test_matrix.py keeps this table and the tests alike.
 FAULTS = {
@@ -28,8 +28,8 @@ FAULTS = {
     "acknowledgement lost": PARTS,
     "holder paused past its lease": PARTS,
     "poison message": PARTS,
-    "told to stop": ("ground", "tally"),  # profiles stop as every consumer does
-    "clock jumped": ("profiles",),
+    "told to stop": ("ground", "tally"),  # profiles and orders stop as every consumer does
+    "clock jumped": ("profiles", "orders"),
     "planted bug": PARTS,
 }
 

@@ -91,11 +91,13 @@ def attached(pid: int, options: Sequence[str]) -> "subprocess.Popen[bytes]":
 
 
 def migrated(path: Path) -> Path:
-    """A closed, empty store with our schema and the topics of the scenario, to be copied for every run."""
+    """A closed, empty store with our schema, the scenario's topics and a unit of orders, to be copied for every run."""
+    from tests.faults.order_scenario import set_up
     from tests.faults.scenario import opened
 
     with opened(f"sqlite:///{path}", ManualClock()):
         pass
+    set_up(f"sqlite:///{path}")
     return path
 
 

@@ -15,7 +15,7 @@ from tests.faults.plants import Plot, plant
 SIMULATOR, KILLS, WRITERS = "profile simulator", "profile kill sweep", "profile writers"
 
 
-def _commit(tx: Transaction) -> None:
+def commit(tx: Transaction) -> None:
     """End the transaction in its middle, and begin another."""
     tx.driver("COMMIT")
     tx.driver("BEGIN IMMEDIATE")
@@ -72,7 +72,7 @@ def _(plot: Plot) -> None:
 
     def mark_and_commit(tx: Transaction, *given: Any) -> set[Any]:
         new = insert_new(tx, *given)
-        _commit(tx)
+        commit(tx)
         return new
 
     plot.name(counting, "insert_new", mark_and_commit)
@@ -207,7 +207,7 @@ def _(plot: Plot) -> None:
     publish = counting.publish
 
     def commit_then_publish(tx: Transaction, *given: Any) -> None:
-        _commit(tx)
+        commit(tx)
         publish(tx, *given)
 
     plot.name(counting, "publish", commit_then_publish)

@@ -6,21 +6,16 @@ Owners confirm each other or do not; the clock jumps over the periods, and back.
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
-from keyfold.core import consumer, deadletters, progress, relay, replay
 from keyfold.core.clock import SECOND_US, ManualClock
 from keyfold.core.consumer import ConsumerWorker
-from keyfold.core.context import Context
-from keyfold.core.errors import Conflict, KeyfoldError, TicketRefused
-from keyfold.core.leases.sql import SqlLeases
 from keyfold.core.relay import Relay
 from keyfold.core.settings import Settings, load
 from keyfold.core.store import Store, Transaction
@@ -34,63 +29,51 @@ from keyfold.profiles.service.product import PROFILES_TOPIC, Product, section
 from keyfold.profiles.settings import ProfilesSettings
 from keyfold.profiles.tables import HELD_UPDATES
 from keyfold.profiles.tables import PROFILES as PROFILE_ROWS
-from keyfold.profiles.worker import Sweep, consumer_name
+from keyfold.profiles.worker import Sweep
+from tests.faults.log_stage import BATCH_MAX, LogStage
 from tests.faults.profile_ledger import LOG, Book, Fields, Found
 from tests.faults.scenario import LEASE_SECONDS
-from tests.faults.stage import OutsideTopic, SimulatedTopics, Stage, patched
 from tests.profiles import DAY, EXAMPLE, HANDLERS, OFFER, catalog
 
 EXACT = 602  # an exact sum beside OFFER
 MERGE_DAYS, DELETE_DAYS, EVENT_DAYS, EXPIRE_DAYS = 2, 5, 7, 60
 TOPIC = f"{LOG}-log"
-PARTITIONS = 2
-BATCH_MAX = 3
+PARTITIONS = LogStage.partitions
 BATCHES, SENT = 4, 10  # of each asker; in the topic
 # Further than future_seconds_max: see the first of test_profiles_found.py.
 BACK_SECONDS_MAX = 4 * DAY
 TOO_MUCH = [EXACT, 9, 2**63]  # twice is more than 64 bits
 PROFILES = ("u0", "u1", "u2")
-AT_WORK = (f"before {consumer_name(LOG)}", f"after reading {TOPIC}")
 LEASING = ("log", "relay")
 OWNERS = ("a.example", "b.example")
 
 
-class ProfileSimulation(Stage):
+class ProfileSimulation(LogStage):
     """Profiles of three people, of whom one is busy."""
 
     steps = 110
     look_every_steps = 40
     test = "test_profile_simulator.py"
+    part = PART
+    log_topic = TOPIC
+    outside = (TOPIC, PROFILES_TOPIC.name)
 
     def __init__(self, seed: int, template: Path, directory: Path) -> None:
         super().__init__(seed, template, directory, settings, ManualClock())
-        self._limits = msgspec.structs.replace(
-            self._settings.limits, relay_batch_max=BATCH_MAX, consumer_batch_max=BATCH_MAX
-        )
-        topics = (TOPIC, PROFILES_TOPIC.name)
-        self._outside = {name: OutsideTopic(name, "profiles", self, losing=0.7) for name in topics}
-        self._topics = SimulatedTopics(self._store, self._settings, dict.fromkeys(self._outside, PARTITIONS))
-        self._topics.outside = self._outside
         self._product = Product(section(self._settings), catalog(), _handlers(), self._topics)
         self._consumer = worker._log_consumer(self._product, LOG)
         self.book = Book(self._product)
-        self._monotonic_us = 0
-        self._back_seconds = 0.0  # how far the clock went back in all
         # What was made, sent and asked for; what a transaction under way was given.
         self._made: list[dict[str, Any]] = []
         self._sent = 0
         self._asking: dict[str, list[dict[str, Any]]] = {}
         self._asked = {"asker0": 0, "asker1": 0}
         self._given: list[tuple[Transaction, list[tuple[Fields, str]]]] = []
-        self._accepted: dict[int, int] = defaultdict(int)
 
     # The run ----------------------------------------------------------------------------------------------------------
 
     def _kinds(self) -> Sequence[str]:
         return ("log", "log", "asker0", "asker1", "sender", "sweeper", "relay", "operator")
-
-    def _part_of(self, kind: str) -> str:
-        return "profiles"
 
     def _body(self, kind: str, name: str) -> Callable[[], None]:
         bodies: dict[str, Callable[[], None]] = {
@@ -119,45 +102,16 @@ class ProfileSimulation(Stage):
         else:
             self._anybodys_turn()
 
-    def _move_clock(self, seconds: float) -> None:
-        self._clock.advance(seconds)
-        self._monotonic_us += max(0, round(seconds * SECOND_US))
-        self._back_seconds -= min(0, seconds)
-        self.struck["clock jumped", "profiles"] += abs(seconds) >= DAY / 4
-        self.trace.append(f"{self._step} the clock moves by {seconds} seconds")
-
-    def _rewind(self) -> None:
-        """An operator has everything delivered again from some earlier position."""
-        found = self._store.read(lambda tx: progress.positions(tx, self._consumer.job))
-        positions = {shard: each.position for shard, each in found.items() if each.position}
-        if positions:
-            shard = self.chance.choice(sorted(positions))
-            start = replay.Start(position=self.chance.randrange(positions[shard]), partition=shard)
-            with contextlib.suppress(Conflict):  # what is set aside would come a second time
-                replay.set_back(self._context(), self._consumer, start, actor="operator")
-                self.trace.append(f"{self._step} set back {shard} from {positions[shard]} to {start.position}")
-
     def _run_dry(self) -> None:
-        # Whoever stands between what it has read and its commit is paused until another has done its work.
-        paused = [each for each in self._actors if each.kind == "log" and each.where in AT_WORK]
-        self._actors = [each for each in self._actors if each not in paused]
-        self._kill_all()
-        self._move_clock(self._back_seconds)  # leases of the dead pass
+        paused = self._all_but_paused_die("log")
         while self._sent < SENT:
             self._send()
         for kind in self._asked:
             while self._asked[kind] < BATCHES:
                 self._ask(kind)
-        last = ConsumerWorker(self._context(), self._consumer, "last")
         relay_last = Relay(self._context(), PROFILES_TOPIC.name, "last")
-        self._tame(last)
         self._tame(relay_last)
-        while last.step():
-            pass
-        for actor in paused:
-            self._turn(actor)
-            self._kill(actor)
-        self._redrive()
+        self._read_to_the_end(paused)
         self._age((DELETE_DAYS + 1) * DAY)
         if left := self._store.read(lambda tx: tx.execute(sa.select(HELD_UPDATES)).all()):
             self.book.broken.append(f"C4: {left[0]} outlived its period")
@@ -177,15 +131,6 @@ class ProfileSimulation(Stage):
         return {"event_id": f"again {profile}", "profile_id": profile, "time": now, "updates": [[OFFER, 1]]}
 
     # The actors -------------------------------------------------------------------------------------------------------
-
-    def _keep_stepping(self, loop: ConsumerWorker | Relay) -> None:
-        self._tame(loop)
-        while True:
-            try:
-                loop.step()
-            except KeyfoldError as error:
-                self.pause(f"failed: {error}")
-            self.pause("between two steps")
 
     def _keep_sending(self) -> None:
         while self._sent < SENT:
@@ -238,16 +183,6 @@ class ProfileSimulation(Stage):
                 self.pause("looking")
             self._redrive()
 
-    def _redrive(self) -> None:
-        """Try again what was set aside, then let go of what fails again."""
-        if not self._store.read(deadletters.listed):
-            return
-        name, topic = self._consumer.name, self._consumer.topic
-        again = deadletters.redrive(self._store, name, topic, self._consumer.apply, ordered=False)
-        for letter in again.failed:
-            with contextlib.suppress(KeyfoldError):
-                deadletters.discard(self._store, name, topic, letter.partition, letter.position, actor="operator")
-
     def _event(self) -> dict[str, Any]:
         """An event: a new one, one that came before, or another thing under an id that came before."""
         chance, made = self.chance, self._made
@@ -279,15 +214,6 @@ class ProfileSimulation(Stage):
             [chance.choice((OFFER, EXACT)), chance.randrange(3), chance.randint(1, 9), chance.choice((None, *OWNERS))]
             for _ in range(chance.choice((1, 1, 2)))
         ]
-
-    def _context(self) -> Context:
-        """A process of its own on the shared store."""
-        context = Context(self._settings, self._store, self._topics, SqlLeases(self._store), [PART])
-        context.limits = self._limits
-        return context
-
-    def _tame(self, loop: ConsumerWorker | Relay) -> None:
-        loop._shards._monotonic = lambda: self._monotonic_us / SECOND_US
 
     # What is looked at ------------------------------------------------------------------------------------------------
 
@@ -324,10 +250,9 @@ class ProfileSimulation(Stage):
             broken += [f"G2: {each} never reached the topic" for each in committed if each not in first]
         return broken
 
-    @contextlib.contextmanager
-    def _spies(self) -> Iterator[None]:
-        """Hear what is said of every event, and count the faults that struck."""
-        count_events, advance, set_aside = counting.count_events, progress.advance, deadletters.set_aside
+    def _spies(self) -> contextlib.AbstractContextManager[None]:
+        """Hear what is said of every event."""
+        count_events = counting.count_events
 
         def watch_count(
             tx: Transaction, product: Product, events: Sequence[tuple[str, Event]], *, marked: bool
@@ -337,31 +262,7 @@ class ProfileSimulation(Stage):
             self._given.append((tx, said))
             return verdicts
 
-        def watch_advance(tx: Transaction, job: str, shard: int, ticket: int, expected: int, position: int) -> None:
-            try:
-                advance(tx, job, shard, ticket, expected, position)
-            except TicketRefused:
-                if job == self._consumer.job and ticket < self._accepted[shard]:
-                    self.struck["holder paused past its lease", "profiles"] += 1
-                raise
-            if job == self._consumer.job:
-                self._accepted[shard] = max(ticket, self._accepted[shard])
-
-        def watch_set_aside(tx: Transaction, *given: object, **named: object) -> None:
-            set_aside(tx, *given, **named)  # type: ignore[arg-type]
-            self.struck["poison message", "profiles"] += 1
-
-        time = SimpleNamespace(monotonic=lambda: self._monotonic_us / SECOND_US, sleep=lambda _: None)
-        patches: list[tuple[object, str, object]] = [
-            (counting, "count_events", watch_count),
-            (worker, "count_events", watch_count),
-            (progress, "advance", watch_advance),
-            (deadletters, "set_aside", watch_set_aside),
-            (relay, "time", time),
-            (consumer, "time", time),
-        ]
-        with patched(patches):
-            yield
+        return self._heard([(counting, "count_events", watch_count), (worker, "count_events", watch_count)])
 
     def _committed(self, name: str, tx: Transaction, result: object) -> None:
         """Nobody is stopped inside a transaction, so what another was given has been rolled back."""

@@ -108,14 +108,14 @@ def _answered(profiles: Profiles, batch: Sequence[dict[str, Any]]) -> set[str]:
         return set()
 
 
-def interrupted() -> int:
-    """The transactions that lost the server under their feet and were tried again."""
+def interrupted(name: str = NAME) -> int:
+    """The transactions of a name that lost the server under their feet and were tried again."""
     samples = [sample for metric in metrics.RETRIES.collect() for sample in metric.samples]
     return sum(
         int(sample.value)
         for sample in samples
         if sample.name.endswith("_total")
-        and sample.labels["name"] == NAME
+        and sample.labels["name"] == name
         and sample.labels["reason"] in ("store-unreachable", "commit-unknown")
     )
 

@@ -8,10 +8,11 @@ from keyfold.core.clock import ManualClock
 from keyfold.core.errors import StoreFull
 from keyfold.core.topics.topic import Message
 from keyfold.tally import service
-from tests.faults import ledger, profile_scenario, scenario
+from tests.faults import ledger, order_scenario, profile_scenario, scenario
 from tests.faults.ledger import Ledger
 from tests.faults.profile_ledger import Book
 from tests.faults.scenario import Worker
+from tests.orders import order
 from tests.profiles import OFFER, event
 
 DISK_BYTES = 2 * 1024 * 1024
@@ -124,6 +125,34 @@ def broken_when_counting_fills_it(directory: Path, template: Path) -> list[str]:
         worker.ask(more)
         book.commit(clock.now_us(), [(more[0], "counted")])
         return broken + book.broken_in(context.store)
+
+
+def broken_when_orders_fill_it(directory: Path, template: Path) -> list[str]:
+    """Count orders until the disk is full, look, make room, and go on: the laws broken on the way."""
+    ballast = Ballast(directory)
+    path = directory / "run.db"
+    path.write_bytes(template.read_bytes())
+    now = order_scenario.NOW
+    clock = ManualClock(now * 1_000_000)
+    with order_scenario.opened(f"sqlite:///{path}", clock) as context:
+        worker = order_scenario.Worker(context, "w1")
+
+        def count_many() -> None:
+            for _ in range(EVENTS_MAX):
+                number = len(worker.book.counted)
+                batch = [
+                    order(f"o{number}/{each}", now - each, {"phone_id": f"p{number}", "card_id": "c"}, tariff="x")
+                    for each in range(3)
+                ]
+                worker.book.commit(clock.now_us(), [*zip(batch, worker.ask(batch), strict=True)])
+
+        ballast.leave(10 * ROOM_BYTES)
+        broken = _refused(count_many)
+        broken += worker.book.broken_in(context.store)
+        ballast.free()
+        more = order_scenario.ASKED[1]
+        worker.book.commit(clock.now_us(), [*zip(more, worker.ask(more), strict=True)])
+        return broken + worker.book.broken_in(context.store)
 
 
 def _refused(work: Callable[[], object]) -> list[str]:

@@ -27,7 +27,14 @@ T = TypeVar("T")
 TRACE_SHOWN = 30
 
 # How often somebody is stopped before and after what is not the heart of the matter; all else always.
-OFTEN = {"read": 0.4, "join job": 0.1, "clear members": 0.1, "acquire leases": 0.4, "renew leases": 0.4}
+OFTEN = {
+    "read": 0.4,
+    "join job": 0.1,
+    "clear members": 0.1,
+    "acquire leases": 0.4,
+    "renew leases": 0.4,
+    "orders purge": 0.2,
+}
 
 
 class Violated(AssertionError):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.matrix import Hit
-from tests.faults.smalldisk import broken_when_counting_fills_it, broken_when_full
+from tests.faults.smalldisk import broken_when_counting_fills_it, broken_when_full, broken_when_orders_fill_it
 
 pytestmark = pytest.mark.spec("CORE-02")
 
@@ -34,3 +34,12 @@ def test_a_full_disk_refuses_whole_batches_of_events_and_profiles_are_read_until
 ) -> None:
     assert not broken_when_counting_fills_it(small_disk, template)
     hit("profiles")
+
+
+@pytest.mark.spec("ORD-05")
+@pytest.mark.fault("disk full", "orders")
+def test_a_full_disk_refuses_whole_batches_of_orders_and_counts_are_right_until_there_is_room(
+    small_disk: Path, template: Path, hit: Hit
+) -> None:
+    assert not broken_when_orders_fill_it(small_disk, template)
+    hit("orders")

@@ -8,6 +8,7 @@ from tests.faults.effort import LONG, TENTHS, TIMEOUT_SECONDS, rotation
 from tests.faults.killsweep import ERRORS, FAILING, Point, points, sweep, sweep_errors
 from tests.faults.matrix import Hit
 from tests.faults.nursery import Desk, Nursery
+from tests.faults.order_scenario import ORDERS
 from tests.faults.profile_scenario import PROFILES
 
 pytestmark = [pytest.mark.spec("CORE-02", "CORE-06", "CORE-08"), pytest.mark.timeout(TIMEOUT_SECONDS)]
@@ -49,7 +50,7 @@ def test_a_process_killed_while_it_counts_events_leaves_each_counted_once_or_not
     """Marks, profiles, held-back and released updates, and messages; the ground's own points are killed at above."""
     every = points(nursery, desk, path=PROFILES)
     broken = []
-    for struck in sweep(nursery, desk, every if LONG else _tenth(_of_profiles(every)), path=PROFILES):
+    for struck in sweep(nursery, desk, every if LONG else _tenth(_of(every, "profiles")), path=PROFILES):
         if struck.point.part == "profiles":
             hit("profiles")
         broken += [f"{struck.point}: {law}" for law in struck.broken]
@@ -59,7 +60,7 @@ def test_a_process_killed_while_it_counts_events_leaves_each_counted_once_or_not
 @pytest.mark.spec("PRO-02")
 @pytest.mark.fault("I/O error", "profiles")
 def test_a_disk_that_fails_while_events_are_counted_leaves_none_by_half(nursery: Nursery, desk: Desk, hit: Hit) -> None:
-    every = [point for point in _of_profiles(points(nursery, desk, path=PROFILES)) if point.kind in FAILING]
+    every = [point for point in _of(points(nursery, desk, path=PROFILES), "profiles") if point.kind in FAILING]
     broken = []
     chosen = list(itertools.product(every, ERRORS)) if LONG else _today(every)
     for struck in sweep_errors(nursery, desk, chosen, path=PROFILES):
@@ -68,8 +69,35 @@ def test_a_disk_that_fails_while_events_are_counted_leaves_none_by_half(nursery:
     assert not broken, "\n".join(broken[:20])
 
 
-def _of_profiles(every: list[Point]) -> list[Point]:
-    return [point for point in every if point.part == "profiles"]
+@pytest.mark.spec("ORD-05", "ORD-08", "ORD-10", "ORD-14", "ORD-16")
+@pytest.mark.fault("killed at a system call", "orders")
+def test_a_process_killed_while_it_counts_orders_leaves_each_counted_once_or_not_at_all(
+    nursery: Nursery, desk: Desk, hit: Hit
+) -> None:
+    """Marks, cells, places, what was taken back, the steps of a backfill and of a dimension that is added."""
+    every = points(nursery, desk, path=ORDERS)
+    broken = []
+    for struck in sweep(nursery, desk, every if LONG else _tenth(_of(every, "orders")), path=ORDERS):
+        if struck.point.part == "orders":
+            hit("orders")
+        broken += [f"{struck.point}: {law}" for law in struck.broken]
+    assert not broken, "\n".join(broken[:20])
+
+
+@pytest.mark.spec("ORD-05", "ORD-08", "ORD-10")
+@pytest.mark.fault("I/O error", "orders")
+def test_a_disk_that_fails_while_orders_are_counted_leaves_none_by_half(nursery: Nursery, desk: Desk, hit: Hit) -> None:
+    every = [point for point in _of(points(nursery, desk, path=ORDERS), "orders") if point.kind in FAILING]
+    broken = []
+    chosen = list(itertools.product(every, ERRORS)) if LONG else _today(every)
+    for struck in sweep_errors(nursery, desk, chosen, path=ORDERS):
+        hit("orders")
+        broken += [f"{struck.point}: {law}" for law in struck.broken]
+    assert not broken, "\n".join(broken[:20])
+
+
+def _of(every: list[Point], part: str) -> list[Point]:
+    return [point for point in every if point.part == part]
 
 
 def _tenth(every: list[Point]) -> list[Point]:

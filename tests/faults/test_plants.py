@@ -10,11 +10,14 @@ import pytest
 import sqlalchemy as sa
 
 from keyfold.core.context import Context
-from keyfold.core.errors import DataRefused
+from keyfold.core.errors import DataRefused, StoreBusy
 from tests.faults import (
     crashstates,
     killsweep,
     lostcommit,
+    order_plants,
+    order_simulator,
+    order_writers,
     plants,
     profile_plants,
     profile_simulator,
@@ -22,15 +25,19 @@ from tests.faults import (
     writers,
 )
 from tests.faults.effort import LONG, TIMEOUT_SECONDS, rotation, seed
+from tests.faults.killsweep import WritePath
 from tests.faults.lostcommit import through
 from tests.faults.matrix import Hit
 from tests.faults.nursery import Desk, Nursery
+from tests.faults.order_scenario import ORDERS
 from tests.faults.pgproxy import Cut
 from tests.faults.plants import PLANTS, Plant
 from tests.faults.profile_scenario import PROFILES
 from tests.faults.profile_writers import busy_profile
 from tests.faults.simulator import simulate
 from tests.faults.stage import Violated
+from tests.orders import Orders
+from tests.orders import opened as opened_orders
 from tests.profiles import opened as opened_profiles
 from tests.servers.postgres import PostgresServer
 
@@ -40,7 +47,8 @@ SEEDS_MAX = 100
 STATES_MAX = 300
 POINTS_MAX = 300
 # A law, or the store, the decoder or a look-up that refuses what is wrong; anything else is a plant that does not fit.
-CAUGHT = re.compile(r"seed \d+: ([XGNC]\d: |DataRefused: |DecodeError: |MultipleResultsFound: )")
+REFUSED = "DataRefused|DecodeError|MultipleResultsFound|Internal|StoreBusy"
+CAUGHT = re.compile(rf"seed \d+: ([XGNCO]\d|{REFUSED}): ")
 # In `make test` every second plant of each harness, today's half or the other; all of them in `make faults`.
 HALVES = 2
 
@@ -71,6 +79,12 @@ def test_the_simulator_catches_this_bug(plant: Plant, template: Path, fast_path:
 @rotating(profile_plants.SIMULATOR)
 def test_the_simulator_of_profiles_catches_this_bug(plant: Plant, template: Path, fast_path: Path, hit: Hit) -> None:
     _must_be_caught(plant, profile_simulator.simulate, template, fast_path)
+    hit(plant.part)
+
+
+@rotating(order_plants.SIMULATOR)
+def test_the_simulator_of_orders_catches_this_bug(plant: Plant, template: Path, fast_path: Path, hit: Hit) -> None:
+    _must_be_caught(plant, order_simulator.simulate, template, fast_path)
     hit(plant.part)
 
 
@@ -105,14 +119,24 @@ def test_the_kill_sweep_catches_this_bug(plant: Plant, nursery: Nursery, desk: D
 
 @rotating(profile_plants.KILLS)
 def test_the_kill_sweep_of_profiles_catches_this_bug(plant: Plant, nursery: Nursery, desk: Desk, hit: Hit) -> None:
-    every = killsweep.points(nursery, desk, plant=plant.name, path=PROFILES)
-    own = [point for point in every if point.part == "profiles"]
+    _some_kill_must_catch(plant, nursery, desk, PROFILES)
+    hit(plant.part)
+
+
+@rotating(order_plants.KILLS)
+def test_the_kill_sweep_of_orders_catches_this_bug(plant: Plant, nursery: Nursery, desk: Desk, hit: Hit) -> None:
+    _some_kill_must_catch(plant, nursery, desk, ORDERS)
+    hit(plant.part)
+
+
+def _some_kill_must_catch(plant: Plant, nursery: Nursery, desk: Desk, path: WritePath) -> None:
+    every = killsweep.points(nursery, desk, plant=plant.name, path=path)
+    own = [point for point in every if point.part == plant.part]
     random.Random(seed()).shuffle(own)
-    struck = killsweep.sweep(nursery, desk, own, plant=plant.name, path=PROFILES)
+    struck = killsweep.sweep(nursery, desk, own, plant=plant.name, path=path)
     caught = next((each for each in struck if each.broken), None)
     assert caught, f"{len(own)} kills obeyed every law"
     print(caught)
-    hit(plant.part)
 
 
 @rotating("crash states")
@@ -174,6 +198,39 @@ def test_workers_at_once_on_one_profile_catch_this_bug(plant: Plant, postgres_ur
     hit(plant.part)
 
 
+ORDER_WRITERS: dict[str, Callable[[Orders], list[str]]] = {
+    "marks of orders are looked for, and then inserted": lambda orders: order_writers.busy_identity(orders).broken,
+    "whoever reserves takes no gate": lambda orders: order_writers.last_place(orders, rounds=100),
+    "corrections are looked for, and then inserted": lambda orders: order_writers.taken_back_by_two(orders, rounds=50),
+}
+
+
+@rotating(order_plants.WRITERS)
+def test_workers_at_once_on_the_same_orders_catch_this_bug(plant: Plant, postgres_url: str, hit: Hit) -> None:
+    with opened_orders(postgres_url, **order_writers.OPTIONS) as orders, plant.planted() as plot:
+        try:
+            caught: object = ORDER_WRITERS[plant.name](orders)
+        except StoreBusy as refusal:
+            caught = refusal  # a cell from which more was taken than it had
+    is_used(plot.uses)
+    assert caught
+    print(caught)
+    hit(plant.part)
+
+
+@rotating(order_plants.HISTORY)
+def test_a_count_of_history_catches_this_bug(plant: Plant, tmp_path: Path, hit: Hit) -> None:
+    with (
+        opened_orders(f"sqlite:///{tmp_path / 'keyfold.db'}", **order_writers.WITH_HISTORY) as orders,
+        plant.planted() as plot,
+    ):
+        caught = order_writers.from_history(orders, tmp_path)
+    is_used(plot.uses)
+    assert caught
+    print(caught)
+    hit(plant.part)
+
+
 @rotating("lost answers")
 def test_lost_answers_catch_this_bug(
     plant: Plant, postgres_server: PostgresServer, postgres_url: str, hit: Hit
@@ -191,8 +248,11 @@ def test_lost_answers_catch_this_bug(
 
 def test_every_plant_has_a_harness_and_at_least_ten_are_tried_each_time() -> None:
     harnesses = {"simulator", "kill sweep", "crash states", "disk full", "writers", "lost answers"}
-    harnesses |= {profile_plants.SIMULATOR, profile_plants.KILLS, profile_plants.WRITERS}
+    for module in (profile_plants, order_plants):
+        harnesses |= {module.SIMULATOR, module.KILLS, module.WRITERS}
+    harnesses.add(order_plants.HISTORY)
     assert {plant.harness for plant in plants.PLANTS} == harnesses
     assert set(WRITERS) == {plant.name for plant in PLANTS if plant.harness == "writers"}
+    assert set(ORDER_WRITERS) == {plant.name for plant in PLANTS if plant.harness == order_plants.WRITERS}
     counts = [sum(plant.harness == harness for plant in PLANTS) for harness in harnesses]
     assert sum(max(1, count // HALVES) for count in counts) >= 10

@@ -1,0 +1,149 @@
+"""Where a part that counts what a topic brings is played: its consumers, its clock, an operator who replays it."""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+
+from keyfold.core import consumer, deadletters, progress, relay, replay
+from keyfold.core.clock import SECOND_US, ManualClock
+from keyfold.core.consumer import Consumer, ConsumerWorker
+from keyfold.core.context import Context
+from keyfold.core.errors import Conflict, KeyfoldError, TicketRefused
+from keyfold.core.leases.sql import SqlLeases
+from keyfold.core.part import Part
+from keyfold.core.relay import Relay
+from keyfold.core.settings import Settings
+from keyfold.core.store import Transaction
+from tests.faults.stage import Actor, OutsideTopic, SimulatedTopics, Stage, patched
+
+DAY = 86_400
+BATCH_MAX = 3
+
+
+class LogStage(Stage):
+    """Two workers or more of one topic; a play sets `_consumer`."""
+
+    part: Part
+    log_topic: str
+    outside: Sequence[str]
+    partitions = 2
+    _consumer: Consumer
+
+    def __init__(
+        self, seed: int, template: Path, directory: Path, settings: Callable[[str], Settings], clock: ManualClock
+    ) -> None:
+        super().__init__(seed, template, directory, settings, clock)
+        self._limits = msgspec.structs.replace(
+            self._settings.limits, relay_batch_max=BATCH_MAX, consumer_batch_max=BATCH_MAX
+        )
+        self._outside = {name: OutsideTopic(name, self.part.name, self, losing=0.7) for name in self.outside}
+        self._topics = SimulatedTopics(self._store, self._settings, dict.fromkeys(self._outside, self.partitions))
+        self._topics.outside = self._outside
+        self._monotonic_us = 0
+        self._back_seconds = 0.0  # how far the clock went back in all
+        self._highest_us = 0  # what it showed before it last moved, or earlier
+        self._accepted: dict[int, int] = defaultdict(int)
+
+    def _part_of(self, kind: str) -> str:
+        return self.part.name
+
+    def _context(self) -> Context:
+        """A process of its own on the shared store."""
+        context = Context(self._settings, self._store, self._topics, SqlLeases(self._store), [self.part])
+        context.limits = self._limits
+        return context
+
+    def _move_clock(self, seconds: float) -> None:
+        self._highest_us = max(self._highest_us, self._clock.now_us())
+        self._clock.advance(seconds)
+        self._monotonic_us += max(0, round(seconds * SECOND_US))
+        self._back_seconds -= min(0, seconds)
+        self.struck["clock jumped", self.part.name] += abs(seconds) >= DAY / 4
+        self.trace.append(f"{self._step} the clock moves by {seconds} seconds")
+
+    def _rewind(self) -> None:
+        """An operator has everything delivered again from some earlier position."""
+        found = self._store.read(lambda tx: progress.positions(tx, self._consumer.job))
+        positions = {shard: each.position for shard, each in found.items() if each.position}
+        if positions:
+            shard = self.chance.choice(sorted(positions))
+            start = replay.Start(position=self.chance.randrange(positions[shard]), partition=shard)
+            with contextlib.suppress(Conflict):  # what is set aside would come a second time
+                replay.set_back(self._context(), self._consumer, start, actor="operator")
+                self.trace.append(f"{self._step} set back {shard} from {positions[shard]} to {start.position}")
+
+    def _keep_stepping(self, loop: ConsumerWorker | Relay) -> None:
+        self._tame(loop)
+        while True:
+            try:
+                loop.step()
+            except KeyfoldError as error:
+                self.pause(f"failed: {error}")
+            self.pause("between two steps")
+
+    def _tame(self, loop: ConsumerWorker | Relay) -> None:
+        loop._shards._monotonic = lambda: self._monotonic_us / SECOND_US
+
+    def _is_at_work(self, actor: Actor) -> bool:
+        return actor.where in (f"before {self._consumer.name}", f"after reading {self.log_topic}")
+
+    def _all_but_paused_die(self, kind: str) -> list[Actor]:
+        """Whoever stands between what it has read and its commit is paused until another has done its work."""
+        paused = [each for each in self._actors if each.kind == kind and self._is_at_work(each)]
+        self._actors = [each for each in self._actors if each not in paused]
+        self._kill_all()
+        self._move_clock(self._back_seconds)  # leases of the dead pass
+        return paused
+
+    def _read_to_the_end(self, paused: Sequence[Actor]) -> None:
+        last = ConsumerWorker(self._context(), self._consumer, "last")
+        self._tame(last)
+        while last.step():
+            pass
+        for actor in paused:
+            self._turn(actor)
+            self._kill(actor)
+        self._redrive()
+
+    def _redrive(self) -> None:
+        """Try again what was set aside, then let go of what fails again."""
+        if not self._store.read(deadletters.listed):
+            return
+        name, topic = self._consumer.name, self._consumer.topic
+        again = deadletters.redrive(self._store, name, topic, self._consumer.apply, ordered=False)
+        for letter in again.failed:
+            with contextlib.suppress(KeyfoldError):
+                deadletters.discard(self._store, name, topic, letter.partition, letter.position, actor="operator")
+
+    @contextlib.contextmanager
+    def _heard(self, patches: Sequence[tuple[object, str, object]]) -> Iterator[None]:
+        """Count the faults that struck, and hear what the play wants to hear."""
+        advance, set_aside = progress.advance, deadletters.set_aside
+
+        def watch_advance(tx: Transaction, job: str, shard: int, ticket: int, expected: int, position: int) -> None:
+            try:
+                advance(tx, job, shard, ticket, expected, position)
+            except TicketRefused:
+                if job == self._consumer.job and ticket < self._accepted[shard]:
+                    self.struck["holder paused past its lease", self.part.name] += 1
+                raise
+            if job == self._consumer.job:
+                self._accepted[shard] = max(ticket, self._accepted[shard])
+
+        def watch_set_aside(tx: Transaction, *given: object, **named: object) -> None:
+            set_aside(tx, *given, **named)  # type: ignore[arg-type]
+            self.struck["poison message", self.part.name] += 1
+
+        time = SimpleNamespace(monotonic=lambda: self._monotonic_us / SECOND_US, sleep=lambda _: None)
+        own: list[tuple[object, str, object]] = [
+            (progress, "advance", watch_advance),
+            (deadletters, "set_aside", watch_set_aside),
+            (relay, "time", time),
+            (consumer, "time", time),
+        ]
+        with patched([*own, *patches]):
+            yield

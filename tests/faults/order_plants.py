@@ -1,0 +1,327 @@
+"""Planted bugs of order statistics, each with the harness that must catch it; planted as those in plants.py are."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sa
+from msgspec import structs
+
+from keyfold.core import audit
+from keyfold.core.store import Transaction
+from keyfold.core.store.shapes import load
+from keyfold.orders.model import CompletedOrder, micros
+from keyfold.orders.service import backfilling, checking, correcting, counting, filling, splitting, sweeping
+from keyfold.orders.service.history import History
+from keyfold.orders.service.jobs import Job, Progress
+from keyfold.orders.service.unit import DAY_US, Unit
+from keyfold.orders.worker import Sweep
+from tests.faults.plants import Plot, plant
+from tests.faults.profile_plants import commit
+
+SIMULATOR, KILLS, WRITERS, HISTORY = "order simulator", "order kill sweep", "order writers", "order history"
+
+
+def _is(table: sa.Table, name: str) -> bool:
+    return table.name.endswith(f"_{name}")
+
+
+def _looks_then_inserts(place: Any, name: str) -> Any:
+    """An `insert_new` that two writers pass at once."""
+    insert_new = place.insert_new
+
+    def look_then_insert(tx: Transaction, table: sa.Table, columns: Any) -> set[Any]:
+        if not _is(table, name):
+            return set(insert_new(tx, table, columns))
+        known = load(tx, table, {"order_id": columns["order_id"]}, ())
+        insert_new(tx, table, columns)
+        return {(each,) for each in columns["order_id"]} - set(known)
+
+    return look_then_insert
+
+
+# Marks ---------------------------------------------------------------------------------------------------------------
+
+
+@plant("an order leaves no mark", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    insert_new = counting.insert_new
+
+    def insert(tx: Transaction, table: sa.Table, columns: Any) -> set[Any]:
+        if not _is(table, "marks"):
+            return insert_new(tx, table, columns)
+        return {(each,) for each in columns["order_id"]} - set(load(tx, table, {"order_id": columns["order_id"]}, ()))
+
+    plot.name(counting, "insert_new", insert)
+
+
+@plant("the fingerprint of an order is not looked at", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    plot.name(counting, "fingerprint", lambda sent: 0)
+
+
+@plant("a late order is counted", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    plot.name(Unit, "late_before_us", lambda *_: 0)
+
+
+@plant("what is late goes by the clock alone", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    plot.name(Unit, "late_before_us", lambda unit, stood, now_us: now_us - unit.settings.dedupe_days * DAY_US)
+
+
+@plant("the watermark of orders moves back", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    def move(tx: Transaction, unit: Unit) -> bool:
+        edge = (tx.now_us // DAY_US - unit.settings.dedupe_days) * DAY_US
+        tx.execute(sa.update(unit.tables.state).values(late_before_us=edge))
+        return True
+
+    plot.name(sweeping, "move_watermark", move)
+
+
+@plant("marks of orders are purged ahead of the watermark", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    delete_oldest = sweeping._delete_oldest
+
+    def delete(tx: Transaction, table: sa.Table, column: Any, before: int, rows_max: int) -> int:
+        return delete_oldest(tx, table, column, before + 2 * DAY_US if _is(table, "marks") else before, rows_max)
+
+    plot.name(sweeping, "_delete_oldest", delete)
+
+
+@plant("an order that is left to history is marked", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    keep, insert_new = counting.keep, counting.insert_new
+
+    def keep_and_mark(tx: Transaction, unit: Unit, orders: Sequence[tuple[CompletedOrder, str]]) -> None:
+        keep(tx, unit, orders)  # type: ignore[arg-type]
+        for sent in [sent for sent, why in orders if why == "before_start"]:
+            mark = {"order_id": sent.order_id, "created_at_us": micros(sent.created_at), "identities": "{}"}
+            numbers = dict.fromkeys(("fingerprint", "slice_id", "moved_to_slice_id", "is_corrected"), 0)
+            insert_new(tx, unit.tables.marks, {name: [value] for name, value in {**mark, **numbers}.items()})
+
+    plot.name(counting, "keep", keep_and_mark)
+
+
+@plant("marks of orders are committed before what they vouch for", KILLS, "orders")
+def _(plot: Plot) -> None:
+    insert_new = counting.insert_new
+
+    def mark_and_commit(tx: Transaction, *given: Any) -> set[Any]:
+        new = insert_new(tx, *given)
+        commit(tx)
+        return new
+
+    plot.name(counting, "insert_new", mark_and_commit)
+
+
+@plant("marks of orders are committed after what they vouch for", KILLS, "orders")
+def _(plot: Plot) -> None:
+    insert_new, add, kept = counting.insert_new, counting._add, list[tuple[Any, Any]]()
+
+    def mark_later(tx: Transaction, table: sa.Table, columns: Any) -> set[Any]:
+        if not _is(table, "marks"):
+            return insert_new(tx, table, columns)
+        kept[:] = [(table, columns)]
+        return {(each,) for each in columns["order_id"]} - set(load(tx, table, {"order_id": columns["order_id"]}, ()))
+
+    def add_commit_and_mark(tx: Transaction, *given: Any) -> None:
+        add(tx, *given)
+        commit(tx)
+        insert_new(tx, *kept[0])
+
+    plot.name(counting, "insert_new", mark_later)
+    plot.name(counting, "_add", add_commit_and_mark)
+
+
+@plant("marks of orders are looked for, and then inserted", WRITERS, "orders")
+def _(plot: Plot) -> None:
+    plot.name(counting, "insert_new", _looks_then_inserts(counting, "marks"))
+
+
+# Cells ---------------------------------------------------------------------------------------------------------------
+
+
+@plant("one identity of an order is dropped", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    add = counting._add
+
+    def add_first(tx: Transaction, unit: Unit, counted: Sequence[Any]) -> None:
+        first = [dict([next(iter(each.identities.items()))]) for each in counted]
+        add(tx, unit, [structs.replace(each, identities=one) for each, one in zip(counted, first, strict=True)])
+
+    plot.name(counting, "_add", add_first)
+
+
+@plant("an order from before the start counts live", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    def every_identity(order: CompletedOrder, state: Any) -> dict[int, str]:
+        return {each.type_id: order.identities[each.name] for each in state.identities if each.name in order.identities}
+
+    plot.name(counting, "live_identities", every_identity)
+
+
+@plant("the interval counted is that of the last order", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    increment = counting.increment
+
+    def overwrite(tx: Transaction, table: sa.Table, columns: Any, **named: Any) -> Any:
+        if "returning" in named:
+            return increment(tx, table, columns, **named)
+        return increment(tx, table, columns, latest=["live_from_us", "live_to_us"])
+
+    plot.name(counting, "increment", overwrite)
+
+
+@plant("what was late is not kept", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    plot.name(counting, "keep", lambda *_: None)
+
+
+# Places --------------------------------------------------------------------------------------------------------------
+
+
+@plant("a place goes on being held for an order that was counted", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    plot.name(counting, "_free_reservations", lambda *_: None)
+
+
+@plant("places that are held are not counted", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    plot.name(checking, "_held_by_others", lambda *_: 0)
+
+
+@plant("whoever reserves takes no gate", WRITERS, "orders")
+def _(plot: Plot) -> None:
+    increment = checking.increment
+
+    def pass_by(tx: Transaction, table: sa.Table, columns: Any, **named: Any) -> Any:
+        return {} if _is(table, "gates") else increment(tx, table, columns, **named)
+
+    plot.name(checking, "increment", pass_by)
+
+
+# Corrections ---------------------------------------------------------------------------------------------------------
+
+
+@plant("an order is taken back as often as asked", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    insert_new = correcting.insert_new
+
+    def insert(tx: Transaction, table: sa.Table, columns: Any) -> set[Any]:
+        insert_new(tx, table, columns)
+        return {(each,) for each in columns["order_id"]}
+
+    plot.name(correcting, "insert_new", insert)
+
+
+@plant("corrections are looked for, and then inserted", WRITERS, "orders")
+def _(plot: Plot) -> None:
+    plot.name(correcting, "insert_new", _looks_then_inserts(correcting, "corrections"))
+
+
+@plant("an order is taken back without an audit record", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    plot.name(audit, "record", lambda *_: None)
+
+
+@plant("history counts an order that was taken back", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    plot.name(backfilling, "corrected", lambda *_: [])
+
+
+# History -------------------------------------------------------------------------------------------------------------
+
+
+@plant("a backfill adds instead of setting", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    increment = filling.increment
+
+    def add(tx: Transaction, table: sa.Table, columns: Any, *, latest: Sequence[str]) -> Any:
+        return increment(tx, table, columns, latest=[name for name in latest if name != "history_count"])
+
+    plot.name(filling, "increment", add)
+
+
+@plant("cells that vanished from history are not emptied", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    plot.name(filling, "_zero", lambda *_: None)
+
+
+@plant("a run moves on before its step has committed", KILLS, "orders")
+def _(plot: Plot) -> None:
+    step = Job.step
+
+    def step_and_commit(job: Job, tx: Transaction, progress: Progress) -> None:
+        step(job, tx, progress)
+        commit(tx)
+
+    plot.name(Job, "step", step_and_commit)
+
+
+@plant("a backfill takes orders that were created at the start", HISTORY, "orders")
+def _(plot: Plot) -> None:
+    cells = History.cells
+
+    def too_many(history: History, kind: Any, *given: Any) -> Any:
+        return cells(history, structs.replace(kind, start_us=kind.start_us + 1), *given)
+
+    plot.name(History, "cells", too_many)
+
+
+@plant("a split takes orders from before the start for live ones", HISTORY, "orders")
+def _(plot: Plot) -> None:
+    all_cells = History.all_cells
+
+    def all_live(history: History, kind: Any, *given: Any, **named: Any) -> Any:
+        return (structs.replace(each, is_live=True) for each in all_cells(history, kind, *given, **named))
+
+    plot.name(History, "all_cells", all_live)
+
+
+# A new dimension -----------------------------------------------------------------------------------------------------
+
+
+@plant("a cell is split that history does not explain", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    plot.name(splitting, "_is_explained", lambda cell, parts: bool(parts))
+
+
+@plant("an old cell goes before its parts come", KILLS, "orders")
+def _(plot: Plot) -> None:
+    delete = splitting.delete
+
+    def delete_and_commit(tx: Transaction, *given: Any) -> int:
+        gone = delete(tx, *given)
+        commit(tx)
+        return gone
+
+    plot.name(splitting, "delete", delete_and_commit)
+
+
+@plant("an old cell stays beside its parts", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    plot.name(splitting, "delete", lambda *_: 0)
+
+
+@plant("orders are swept while a dimension is added", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    swept, stood = Sweep._swept, Unit.stood
+
+    def sweep_blindly(sweep: Sweep, unit: Unit) -> int:
+        blind = copy.copy(unit)
+
+        def stood_before(tx: Transaction) -> Any:
+            found = stood(unit, tx)
+            return structs.replace(found, state=structs.replace(found.state, splitting=None))
+
+        blind.stood = stood_before  # type: ignore[method-assign]
+        return swept(sweep, blind)
+
+    plot.name(Sweep, "_swept", sweep_blindly)
+
+
+@plant("where a split moved an order is not remembered", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    plot.name(splitting._Splitter, "_mark_moved", lambda *_: None)
