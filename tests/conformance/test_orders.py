@@ -864,6 +864,72 @@ def test_while_a_dimension_is_added_nothing_else_changes_history(with_history: O
     assert not with_history.store.transact(lambda tx: sweeping.move_watermark(tx, with_history.unit))
 
 
+def take_back(orders: Orders, *order_ids: str) -> list[str]:
+    done = orders.store.transact(lambda tx: correct_orders(tx, orders.unit, order_ids, "fraud", "test"))
+    return [each.status for each in done]
+
+
+@pytest.mark.spec("ORD-10", "ORD-16")
+def test_an_order_that_was_late_at_the_switch_can_still_be_taken_back(store_url: str, tmp_path: Path) -> None:
+    with opened(store_url, dedupe_days=10, limits__transaction_seconds_max=1, limits__lock_seconds_max=1) as orders:
+        old = order("old", NOW - 9 * DAY, tariff="x", city="riga")
+        orders.count(without_city(old))
+        orders.clock.advance(1.5 * DAY)
+        assert orders.add_dimension("city", write_history(tmp_path / "h.parquet", [old])).is_done
+        orders.count(order("new", NOW + 1.5 * DAY, tariff="x"))
+        assert take_back(orders, "old") == ["corrected"]
+        assert orders.total("phone_id", "p1", city="riga") == 0
+        assert orders.total("phone_id", "p1", city="unknown") == 1
+
+
+@pytest.mark.spec("ORD-10", "ORD-16")
+def test_an_order_explained_for_one_identity_and_not_for_another_is_taken_from_both(
+    with_history: Orders, tmp_path: Path
+) -> None:
+    with_history.clock.advance(3 * HOUR)
+    both = order("both", START, {"phone_id": "p", "card_id": "c"}, tariff="t", city="riga")
+    gone = order("gone", START, {"phone_id": "p"}, tariff="t")
+    with_history.count(without_city(both), gone)
+    path = write_history(tmp_path / "h.parquet", [both])
+    assert with_history.add_dimension("city", path, rest_as_unknown=True).is_done
+    with_history.count(order("other", START, {"phone_id": "p"}, tariff="t", city="riga"))
+    assert take_back(with_history, "both") == ["corrected"]
+    assert [with_history.total("phone_id", "p", city=each) for each in ("unknown", "riga")] == [1, 1]
+    assert with_history.total("card_id", "c") == 0
+
+
+@pytest.mark.spec("ORD-10")
+def test_by_a_clock_that_went_back_a_dimension_is_added_right(store_url: str, tmp_path: Path) -> None:
+    with opened(store_url, dedupe_days=10, limits__transaction_seconds_max=1, limits__lock_seconds_max=1) as orders:
+        counted, late = order("1", NOW, tariff="x", city="riga"), order("2", NOW - 20 * DAY, tariff="x", city="omsk")
+        assert orders.count(without_city(counted), without_city(late)) == ["accepted", "late"]
+        orders.clock.advance(-HOUR)
+        assert orders.add_dimension("city", write_history(tmp_path / "h.parquet", [counted, late])).is_done
+        assert orders.cells() == recount([counted], [*DIMENSIONS, "city"], list(ALL))
+
+
+@pytest.mark.spec("ORD-08", "ORD-13", "ORD-16")
+def test_an_order_that_is_also_in_history_has_it_counted_anew_when_it_is_taken_back(
+    store_url: str, tmp_path: Path
+) -> None:
+    with opened(store_url, identities=["phone_id"], start=iso(START)) as orders:
+        add_identity(orders.store, orders.unit, "card_id", (START + DAY) * 1_000_000)
+        orders.clock.advance(START + DAY + HOUR - NOW)
+        partly = order("1", START + HOUR, {"phone_id": "p", "card_id": "c"}, city="riga")
+        assert orders.count(without_city(partly)) == ["accepted"]
+        path = write_history(tmp_path / "h.parquet", [partly])
+        orders.backfill(path)
+        assert orders.total("card_id", "c") == 1
+        assert take_back(orders, "1") == ["corrected"]
+        assert not check(orders, identities={"card_id": "c"}, fewer_than=9).allowed, "its history is not right any more"
+        assert check(orders, identities={"phone_id": "p"}, fewer_than=1).allowed
+        with pytest.raises(Conflict, match="history of card_id has to be counted"):
+            switch(orders.store, orders.unit, "city")
+        orders.backfill(path)
+        assert not orders.cells()
+        assert switch(orders.store, orders.unit, "city") is not None
+
+
 # Older documents --------------------------------------------------------------------------------------------------
 
 DOCUMENT = {

@@ -49,9 +49,9 @@ class Listed:
         yield from self._grouped(kind, [each for each in orders if not kind.takes(micros(each.created_at))])
 
     def all_cells(
-        self, kind: IdentityType, after: str | None, without: Sequence[str], *, before_us: int, single_from_us: int
+        self, kind: IdentityType, after: str | None, without: Sequence[str], *, single_from_us: int
     ) -> Iterator[HistoryCell]:
-        orders = [each for each in self._of(kind, after, without) if micros(each.created_at) < before_us]
+        orders = self._of(kind, after, without)
         live = [each for each in orders if kind.takes(micros(each.created_at))]
         single = [each for each in live if micros(each.created_at) >= single_from_us]
         found = [*self._grouped(kind, [each for each in orders if each not in live])]
@@ -148,7 +148,7 @@ class Book:
         self.has_switched = False
         self.is_splitting = False
         self.latest_us = 0  # the latest that any clock showed
-        self._late_then_us = 0  # what was late at the switch
+        self._marked_from_us = 0  # at the switch: live orders from here on have a mark
         self.counted: dict[str, CompletedOrder] = {}
         self.corrected: set[str] = set()
         self.kept: set[tuple[str, str]] = set()
@@ -227,10 +227,10 @@ class Book:
         if not self.is_splitting:
             self._watermark = max(self._watermark, (now_us // DAY_US) * DAY_US - self._dedupe_us)
 
-    def switch(self, now_us: int) -> None:
+    def switch(self) -> None:
         if not self.has_switched:
             self.has_switched = self.is_splitting = True
-            self._late_then_us = self._late_before(now_us)
+            self._marked_from_us = self._watermark - DAY_US
 
     def told(self, kind: str, orders: Sequence[CompletedOrder]) -> None:
         """History was read: this is what an identity may have from now on."""
@@ -257,7 +257,7 @@ class Book:
                 for order in there
                 if self._is_live(whose[0], order)
                 and order.order_id not in self.corrected
-                and micros(order.created_at) < self._late_then_us
+                and micros(order.created_at) < self._marked_from_us
                 and (order.order_id not in self.counted or order.order_id in self._with_city)
             ]
             if not never and parts.get(whose, Counter())[place[2]] == len(history[place]):
@@ -270,17 +270,6 @@ class Book:
 
     def look(self, tx: Transaction) -> Found:
         return Found(tx, self._unit)
-
-    def can_be_taken_back(self, order_id: str) -> bool:
-        """Not yet: an order that was late when a dimension was added, and so moved with others, without a trace.
-
-        Nor one of which the city is known for one identity and not for another: that of the first is taken for both.
-        """
-        known = self.counted.get(order_id)
-        if known is None or order_id in self._with_city or not self.has_switched:
-            return True
-        places = {(*whose, _values_of(known)) for whose in self.live(known).items()}
-        return micros(known.created_at) >= self._late_then_us and len(places & self._unexplained) in (0, len(places))
 
     def broken_in(self, store: Store) -> list[str]:
         return self.broken + self.compare(store.snapshot(self.look))

@@ -97,8 +97,9 @@ def _(plot: Plot) -> None:
     def keep_and_mark(tx: Transaction, unit: Unit, orders: Sequence[tuple[CompletedOrder, str]]) -> None:
         keep(tx, unit, orders)  # type: ignore[arg-type]
         for sent in [sent for sent, why in orders if why == "before_start"]:
-            mark = {"order_id": sent.order_id, "created_at_us": micros(sent.created_at), "identities": "{}"}
-            numbers = dict.fromkeys(("fingerprint", "slice_id", "moved_to_slice_id", "is_corrected"), 0)
+            mark = {"order_id": sent.order_id, "created_at_us": micros(sent.created_at)}
+            mark |= dict.fromkeys(("identities", "moved"), "{}")
+            numbers = dict.fromkeys(("fingerprint", "slice_id", "is_corrected"), 0)
             insert_new(tx, unit.tables.marks, {name: [value] for name, value in {**mark, **numbers}.items()})
 
     plot.name(counting, "keep", keep_and_mark)

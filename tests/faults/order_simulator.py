@@ -15,7 +15,7 @@ import msgspec
 from keyfold.core import outbox
 from keyfold.core.clock import SECOND_US, ManualClock
 from keyfold.core.consumer import ConsumerWorker
-from keyfold.core.errors import Conflict, Internal, LeaseLost
+from keyfold.core.errors import Conflict, LeaseLost
 from keyfold.core.relay import Relay
 from keyfold.core.store import Store, Transaction
 from keyfold.core.topics.topic import Message
@@ -112,15 +112,12 @@ class OrderSimulation(LogStage):
             self._sleep(self.chance.choice([each for each in leasing if self._is_at_work(each)] or leasing))
         elif draw < 0.11:
             self._move_clock(self.chance.choice((1, HOUR, DAY / 2, DAY, DAY, 2 * DAY)))
-        elif draw < 0.12 and self._back_seconds < BACK_SECONDS_MAX and not self._is_switching():
+        elif draw < 0.12 and self._back_seconds < BACK_SECONDS_MAX:
             self._move_clock(-BACK_SECONDS_MAX / 2)
         elif draw < 0.14:
             self._rewind()
         else:
             self._anybodys_turn()
-
-    def _is_switching(self) -> bool:
-        return any(actor.where == "before switch dimension" for actor in self._actors)
 
     def _run_dry(self) -> None:
         paused = self._all_but_paused_die("log")
@@ -142,6 +139,8 @@ class OrderSimulation(LogStage):
     def _finish_history(self) -> None:
         """All of history, and what it cannot explain is called unknown."""
         unit = self._unit_of_a_process()
+        if not self.book.has_switched:
+            backfill(self._store, unit, self._history(unit, len(self._made)), TYPES)  # type: ignore[arg-type]
         if begun := switch(self._store, unit, CITY):
             history = self._history(unit, len(self._made))
             if not split(self._store, unit, begun, history).is_done:  # type: ignore[arg-type]
@@ -208,8 +207,7 @@ class OrderSimulation(LogStage):
         unit = self._unit_of_a_process()
         while True:
             self.pause("resting")
-            # Internal: a run that another took over behind its last step finds the numbers of that one.
-            with contextlib.suppress(Conflict, LeaseLost, Internal):
+            with contextlib.suppress(Conflict, LeaseLost):
                 if self.chance.random() < 0.3:
                     self._add_city(unit)
                 else:
@@ -217,9 +215,6 @@ class OrderSimulation(LogStage):
                     backfill(self._store, unit, self._history(unit, upto), TYPES, cells_max=1)  # type: ignore[arg-type]
 
     def _add_city(self, unit: Unit) -> None:
-        # Not yet by a clock that went back: what was created since would be taken for unknown to history.
-        if not self.book.has_switched and self._clock.now_us() < self._highest_us:
-            return
         if begun := switch(self._store, unit, CITY):
             history = self._history(unit, len(self._made))
             split(self._store, unit, begun, history, cells_max=1)  # type: ignore[arg-type]
@@ -233,7 +228,7 @@ class OrderSimulation(LogStage):
     def _correct(self, unit: Unit) -> None:
         if self._made:
             chosen = self.chance.sample(self._made, min(2, len(self._made)))
-            ids = [each.order_id for each in chosen if self.book.can_be_taken_back(each.order_id)]
+            ids = [each.order_id for each in chosen]
             self._store.transact(lambda tx: correct_orders(tx, unit, ids, "refund", "operator"), name="correct")
 
     def _check(self, unit: Unit) -> None:
@@ -319,7 +314,7 @@ class OrderSimulation(LogStage):
         if name == "orders watermark":
             self.book.move_watermark(tx.now_us)
         elif name == "switch dimension" and result is not None:
-            self.book.switch(tx.now_us)
+            self.book.switch()
         elif name == "finish dimension" and result is True:
             self.book.is_splitting = False
         elif name == "correct":

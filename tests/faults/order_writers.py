@@ -122,7 +122,7 @@ def from_history(orders: Orders, path: Path) -> list[str]:
     orders.backfill(table, "phone_id", cells_max=1)
     book.told("phone_id", made)
     broken = book.broken_in(orders.store)
-    book.switch(orders.clock.now_us())
+    book.switch()
     done = orders.add_dimension("city", table, cells_max=1)
     found_now = orders.store.snapshot(book.look)
     book.split(done, made, found_now)

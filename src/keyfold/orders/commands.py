@@ -284,7 +284,8 @@ def add_dimension(
 ) -> Answer:
     """Tell orders apart by a further dimension.
 
-    Nothing stops meanwhile; run again, it resumes where it was. Exits with 1 while cells are left that history cannot explain.
+    Nothing stops meanwhile; run again, it resumes where it was. Exits with 1 while cells are left that history cannot
+    explain.
     """
     from keyfold.orders.service import splitting
     from keyfold.orders.service.history import names_of

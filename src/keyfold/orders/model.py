@@ -83,7 +83,7 @@ class Splitting(Struct, frozen=True):
 
     dimension: str
     switched_at_us: int
-    late_before_us: int  # the watermark then: what is older was never marked after the switch
+    marked_from_us: int  # every live order created from here on has a mark, which tells where it counts
 
 
 class UnitState(Struct, frozen=True):
@@ -246,6 +246,14 @@ def grouped(
 def could_both_match(left: Mapping[str, str], right: Mapping[str, str]) -> bool:
     """Whether an order could satisfy both filters: it could unless they ask one property for two values."""
     return all(right.get(name, value) == value for name, value in left.items())
+
+
+def moved_of(text: str) -> dict[int, int]:
+    """Of a mark: the slices that its order was moved to, by identity type."""
+    return _MOVED.decode(text)
+
+
+_MOVED = msgspec.json.Decoder(dict[int, int])
 
 
 # Splitting by a new dimension -------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def _marks(unit: str, metadata: sa.MetaData) -> sa.Table:
         sa.Column("created_at_us", Int64, nullable=False),
         sa.Column("fingerprint", Int64, nullable=False),
         sa.Column("slice_id", Int64, nullable=False),
-        sa.Column("moved_to_slice_id", Int64, nullable=False),  # where a new dimension moved it, identity by identity
+        sa.Column("moved", Text, nullable=False),  # JSON: by identity type, the slice that a new dimension moved it to
         sa.Column("identities", Text, nullable=False),
         sa.Column("is_corrected", Int32, nullable=False),
         distribute_by="order_id",

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 import sqlalchemy as sa
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from keyfold.core.errors import Internal
 from keyfold.core.store import Store, Transaction
@@ -88,11 +88,9 @@ def _filled(
         _step(store, unit, history, kind, job, piece, upto)
         steps += 1
         report(job.progress.numbers["orders"], f"orders by {kind.name}")
-    _step(store, unit, history, kind, job, [], None)
     lacking = _lacking(store, unit, history, kind)
-    finish(store, unit, kind, started_at_us, len(lacking))
+    _end(store, unit, history, kind, job, started_at_us, len(lacking))
     numbers = job.progress.numbers
-    _must_be_conserved(store, unit, kind, numbers.get("orders", 0))
     return Backfilled(
         identity=kind.name,
         orders=numbers.get("orders", 0),
@@ -112,27 +110,34 @@ def _cells(
 
 
 def _step(
-    store: Store,
-    unit: Unit,
-    history: History,
-    kind: IdentityType,
-    job: Job,
-    piece: Sequence[Filled],
-    upto: str | None,
+    store: Store, unit: Unit, history: History, kind: IdentityType, job: Job, piece: Sequence[Filled], upto: str
 ) -> None:
-    """Set some identities whole; without an end, what lies behind the last one is emptied and the run is done."""
+    """Set some identities whole."""
     before = job.progress
-    progress = Progress(
-        before.source,
-        before.after if upto is None else upto,
-        upto is None,
-        before.adding(orders=sum([each.count for each in piece]), cells=len(piece)),
-    )
+    counted = before.adding(orders=sum([each.count for each in piece]), cells=len(piece))
+    progress = Progress(before.source, upto, False, counted)
 
     def work(tx: Transaction) -> None:
         job.step(tx, progress)
         must_have_dimensions(tx, unit, history.dimensions)
         set_cells(tx, unit, kind, piece, after=before.after, upto=upto)
+
+    store.transact(work, name="backfill", once=True)
+    job.stepped(progress)
+
+
+def _end(
+    store: Store, unit: Unit, history: History, kind: IdentityType, job: Job, started_at_us: int, lacking: int
+) -> None:
+    """Empty what lies behind the last identity, and say that history is counted, if nobody has taken over."""
+    progress = structs.replace(job.progress, is_done=True)
+
+    def work(tx: Transaction) -> None:
+        job.step(tx, progress)
+        must_have_dimensions(tx, unit, history.dimensions)
+        set_cells(tx, unit, kind, [], after=progress.after, upto=None)
+        _must_be_conserved(tx, unit, kind, progress.numbers.get("orders", 0))
+        finish(tx, unit, kind, started_at_us, lacking)
 
     store.transact(work, name="backfill", once=True)
     job.stepped(progress)
@@ -160,12 +165,12 @@ def _lacking(store: Store, unit: Unit, history: History, kind: IdentityType) -> 
     return history.lacking(store.read(look))
 
 
-def _must_be_conserved(store: Store, unit: Unit, kind: IdentityType, orders: int) -> None:
+def _must_be_conserved(tx: Transaction, unit: Unit, kind: IdentityType, orders: int) -> None:
     """The history parts of all cells together are the orders that were read."""
     cells = unit.tables.cells
     total = sa.select(sa.func.coalesce(sa.func.sum(cells.c.history_count), 0)).where(
         cells.c.identity_type == kind.type_id
     )
-    stored = int(store.read(lambda tx: tx.execute(total).scalar_one()))
+    stored = int(tx.execute(total).scalar_one())
     if stored != orders:
         raise Internal(f"the cells of {kind.name} have {stored} historical orders, {orders} were read")

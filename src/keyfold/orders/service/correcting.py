@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from keyfold.core import audit
 from keyfold.core.errors import LostRace
@@ -16,10 +16,10 @@ from keyfold.core.store import Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import insert_new, load, update
 from keyfold.orders import metrics
-from keyfold.orders.model import UNKNOWN
+from keyfold.orders.model import UNKNOWN, CompletedOrder, moved_of
 from keyfold.orders.service.counting import take_back
 from keyfold.orders.service.reading import CellKey, columns_of
-from keyfold.orders.service.unit import Unit
+from keyfold.orders.service.unit import DAY_US, Stood, Unit
 
 CORRECTIONS_MAX = 100  # each has a row of the audit
 
@@ -31,15 +31,22 @@ class Corrected(Struct, frozen=True):
     status: Literal["corrected", "corrected before", "not known"]
 
 
-Mark = tuple[int, int, str]  # slice, the slice it moved to, identities
+class Mark(Struct, frozen=True):
+    """Where an order counts: for which identities, in which slice, and where a new dimension has moved it."""
+
+    slice_id: int
+    moved: dict[int, int]
+    identities: dict[int, str]
+
+
 Cell = tuple[int, str, int]  # identity type, identity value, slice
 
 
 def correct_orders(tx: Transaction, unit: Unit, order_ids: Sequence[str], reason: str, actor: str) -> list[Corrected]:
     """Take orders back. One that has no mark was not counted live, or so long ago that it is not known any more."""
     wanted = sorted(set(order_ids))
-    found = load(tx, unit.tables.marks, {"order_id": wanted}, ("slice_id", "moved_to_slice_id", "identities"))
-    marks: dict[str, Mark] = {order_id: (row[0], row[1], row[2]) for (order_id,), row in found.items()}
+    stood = unit.stood(tx)
+    marks = _marks(tx, unit, wanted, stood.late_before_us - DAY_US)
     rows: Columns = {
         "order_id": list(marks),
         "corrected_at_us": [tx.now_us] * len(marks),
@@ -48,6 +55,7 @@ def correct_orders(tx: Transaction, unit: Unit, order_ids: Sequence[str], reason
     # Two who take back one order meet here, and the second sees the first.
     new = [order_id for (order_id,) in insert_new(tx, unit.tables.corrections, rows)]
     _take(tx, unit, {order_id: marks[order_id] for order_id in new})
+    _count_history_again(tx, unit, stood, {order_id: marks[order_id] for order_id in new})
     before = {order_id for (order_id,) in load(tx, unit.tables.corrections, {"order_id": wanted}, ())}
     for order_id in sorted(new):
         audit.record(tx, actor, "order taken back", f"{unit.name} {order_id}: {reason}")
@@ -56,6 +64,19 @@ def correct_orders(tx: Transaction, unit: Unit, order_ids: Sequence[str], reason
         Corrected(each, "corrected" if each in new else "corrected before" if each in before else "not known")
         for each in order_ids
     ]
+
+
+def _marks(tx: Transaction, unit: Unit, order_ids: Sequence[str], from_us: int) -> dict[str, Mark]:
+    """The marks of orders; one that is old enough to be purged at any moment counts as gone."""
+    wanted = ("created_at_us", "slice_id", "moved", "identities")
+    decode = msgspec.json.Decoder(dict[int, str]).decode
+    return {
+        order_id: Mark(slice_id, moved_of(moved), decode(identities))
+        for (order_id,), (created_at_us, slice_id, moved, identities) in load(
+            tx, unit.tables.marks, {"order_id": order_ids}, wanted
+        ).items()
+        if created_at_us >= from_us
+    }
 
 
 def _take(tx: Transaction, unit: Unit, marks: Mapping[str, Mark]) -> None:
@@ -69,32 +90,44 @@ def _take(tx: Transaction, unit: Unit, marks: Mapping[str, Mark]) -> None:
 
 def _cells(tx: Transaction, unit: Unit, marks: Mapping[str, Mark]) -> list[Cell]:
     """Where the orders are counted."""
-    decode = msgspec.json.Decoder(dict[int, str]).decode
-    places = [
-        ((type_id, value), slice_id, moved_to)
-        for slice_id, moved_to, identities in marks.values()
-        for type_id, value in decode(identities).items()
-    ]
-    found = load(tx, unit.tables.cells, columns_of([key for key, _, _ in places]), ("live_count",))
+    places = [((type_id, value), mark) for mark in marks.values() for type_id, value in mark.identities.items()]
+    found = load(tx, unit.tables.cells, columns_of([key for key, _ in places]), ("live_count",))
     by_identity: dict[CellKey, set[int]] = {}
     for (type_id, value, slice_id), (count,) in found.items():
         if count > 0:
             by_identity.setdefault((type_id, value), set()).add(slice_id)
-    values = unit.values_of(tx, [*(key[2] for key in found), *(slice_id for _, slice_id, _ in places)])
-    return [
-        (*key, _slice_now(by_identity.get(key, set()), slice_id, moved_to, values))
-        for key, slice_id, moved_to in places
-    ]
+    values = unit.values_of(tx, [*(key[2] for key in found), *(mark.slice_id for mark in marks.values())])
+    return [(*key, _slice_now(by_identity.get(key, set()), mark, key[0], values)) for key, mark in places]
 
 
-def _slice_now(there: Collection[int], slice_id: int, moved_to: int, values: Mapping[int, Mapping[str, str]]) -> int:
-    """The slice of the mark; where a new dimension has moved the order; or where it went because nobody knew better."""
-    for each in (slice_id, moved_to):
-        if each in there:
-            return each
-    known = values[slice_id].items()
+def _slice_now(there: Collection[int], mark: Mark, type_id: int, values: Mapping[int, Mapping[str, str]]) -> int:
+    """Where a new dimension has moved the order; the slice of its mark; or where it went because nobody knew better."""
+    placed = mark.moved.get(type_id, mark.slice_id)
+    if placed in there:
+        return placed
+    known = values[placed].items() if placed in values else values[mark.slice_id].items()
     for each in there:
         more = dict(values[each].items() - known)
         if known <= values[each].items() and set(more.values()) == {UNKNOWN}:
             return each
     raise LostRace("the cell of the order was split by a new dimension meanwhile")
+
+
+def _count_history_again(tx: Transaction, unit: Unit, stood: Stood, marks: Mapping[str, Mark]) -> None:
+    """An order may also be in the history part of identity types that started later: that has to be counted anew."""
+    kept = {"order_id": sorted(marks), "why": ["before_start"] * len(marks)}
+    if not marks or not (partly := load(tx, unit.tables.kept, kept, ("body",))):
+        return
+    decode = msgspec.json.Decoder(CompletedOrder).decode
+    in_history = {(order_id, name) for (order_id, _), (body,) in partly.items() for name in decode(body).identities}
+    again = {
+        each.name
+        for each in stood.state.identities
+        for order_id, mark in marks.items()
+        if each.source == "backfill" and (order_id, each.name) in in_history and each.type_id not in mark.identities
+    }
+    types = [
+        structs.replace(each, filled_at_us=None) if each.name in again else each for each in stood.state.identities
+    ]
+    if types != stood.state.identities:
+        unit.change(tx, stood, structs.replace(stood.state, identities=types))

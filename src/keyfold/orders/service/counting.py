@@ -153,7 +153,7 @@ def _marked(
         "created_at_us": [order.created_at_us for order in listed],
         "fingerprint": [order.fingerprint for order in listed],
         "slice_id": [order.slice_id for order in listed],
-        "moved_to_slice_id": [order.slice_id for order in listed],
+        "moved": ["{}"] * len(listed),
         "identities": [encode(order.identities).decode() for order in listed],
         "is_corrected": [0] * len(listed),
     }

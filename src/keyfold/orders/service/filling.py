@@ -123,15 +123,11 @@ def claim(store: Store, unit: Unit, names: Sequence[str], source: str) -> list[I
     return store.transact(work, name=f"claim {source}")
 
 
-def finish(store: Store, unit: Unit, kind: IdentityType, filled_at_us: int, lacking: int) -> None:
+def finish(tx: Transaction, unit: Unit, kind: IdentityType, filled_at_us: int, lacking: int) -> None:
     """The history part of a type was filled to its end."""
-
-    def work(tx: Transaction) -> None:
-        stood = unit.stood(tx)
-        must_not_be_splitting(stood.state)
-        _change(tx, unit, stood, {kind.name: {"filled_at_us": filled_at_us, "lacking": lacking}})
-
-    store.transact(work, name="finish filling")
+    stood = unit.stood(tx)
+    must_not_be_splitting(stood.state)
+    _change(tx, unit, stood, {kind.name: {"filled_at_us": filled_at_us, "lacking": lacking}})
 
 
 def must_not_be_splitting(state: UnitState) -> None:

@@ -94,16 +94,15 @@ class History:
         )
 
     def all_cells(
-        self, kind: IdentityType, after: str | None, without: Sequence[str], *, before_us: int, single_from_us: int
+        self, kind: IdentityType, after: str | None, without: Sequence[str], *, single_from_us: int
     ) -> Iterator[HistoryCell]:
-        """The cells of all orders created before a moment, live and history apart.
+        """The cells of all orders, live and history apart.
 
-        Orders created from `single_from_us` on stand alone, with their ids: their marks tell where they are counted.
+        Live orders created from `single_from_us` on stand alone, with their ids: their marks tell where they count.
         """
         import ibis
 
         orders = self._orders(kind, after, without)
-        orders = orders.filter(orders[CREATED_AT] < self._moment(before_us))
         is_live: Any = ibis.literal(True)
         if kind.start_us is not None:
             is_live = orders[CREATED_AT] >= self._moment(kind.start_us)
@@ -153,7 +152,7 @@ class History:
         import ibis
 
         kind = self._table[CREATED_AT].type()
-        text = iso(time_us).removesuffix("Z")
+        text = iso(max(time_us, 0)).removesuffix("Z")
         return ibis.literal(text).cast("timestamp('UTC')" if kind.timezone else "timestamp")
 
     def _streamed(self, table: "ir.Table", identity: str) -> Iterator[HistoryCell]:

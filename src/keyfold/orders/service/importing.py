@@ -68,8 +68,12 @@ def import_documents(
         _step(store, unit, kind, job, dimensions, piece[-1][0], read)
         report(piece[-1][0], f"documents of {name}")
     done = structs.replace(job.progress, is_done=True)
-    store.transact(lambda tx: job.step(tx, done), name="import done")
-    finish(store, unit, kind, started_at_us, 0)
+
+    def end(tx: Transaction) -> None:
+        job.step(tx, done)
+        finish(tx, unit, kind, started_at_us, 0)
+
+    store.transact(end, name="import done", once=True)
     numbers = done.numbers
     return Imported(name, numbers.get("documents", 0), numbers.get("orders", 0), numbers.get("refused", 0), refused)
 

@@ -8,6 +8,7 @@ every read sums right. What history cannot explain stays, is told, and the dimen
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import msgspec
 import sqlalchemy as sa
 from msgspec import Struct, structs
 
@@ -16,13 +17,13 @@ from keyfold.core.errors import BadInput, Conflict, Internal
 from keyfold.core.store import Store, Transaction, batch
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import delete, increment, load, update
-from keyfold.orders.model import APPLICATION, UNKNOWN, IdentityType, Part, Slice, Splitting
+from keyfold.orders.model import APPLICATION, UNKNOWN, IdentityType, Part, Slice, Splitting, UnitState, moved_of
 from keyfold.orders.service.backfilling import corrected
 from keyfold.orders.service.filling import Report, behind, must_not_be_splitting, silent
 from keyfold.orders.service.history import History, HistoryCell
 from keyfold.orders.service.jobs import Job, Progress
 from keyfold.orders.service.reading import PARTS
-from keyfold.orders.service.unit import Unit
+from keyfold.orders.service.unit import DAY_US, Unit
 from keyfold.orders.tables import NEVER_FROM_US, NEVER_TO_US
 
 CELLS_MAX = 2_000  # in one transaction
@@ -81,13 +82,25 @@ def switch(store: Store, unit: Unit, dimension: str, column: str | None = None) 
             return None
         if any(each.name == dimension for each in state.identities):
             raise BadInput(f"{dimension!r} is an identity type")
-        begun = Splitting(dimension, tx.now_us, unit.late_before_us(stood, tx.now_us))
+        _must_be_filled(state)
+        # Marks go a day behind the watermark: every order from then on that is counted live has one.
+        begun = Splitting(dimension, tx.now_us, stood.late_before_us - DAY_US)
         columns = {**state.columns, **({dimension: column} if column else {})}
         dimensions = [*state.dimensions, dimension]
         unit.change(tx, stood, structs.replace(state, dimensions=dimensions, splitting=begun, columns=columns))
         return begun
 
     return store.transact(work, name="switch dimension")
+
+
+def _must_be_filled(state: UnitState) -> None:
+    """A history that is half counted would leave cells that nothing explains, and could not be finished meanwhile."""
+    for each in state.identities:
+        if each.source == "backfill" and each.filled_at_us is None:
+            raise Conflict(
+                f"the history of {each.name} has to be counted to its end first",
+                hint=f"Run: keyfold orders backfill --identity {each.name}",
+            )
 
 
 def _must_be_name(unit: Unit, dimension: str) -> None:
@@ -232,14 +245,7 @@ class _Splitter:
         if self._history is None:
             return iter(())
         without = self._store.read(lambda tx: corrected(tx, self._unit))
-        future_us = self._unit.settings.future_seconds_max * SECOND_US
-        return self._history.all_cells(
-            self._kind,
-            after,
-            without,
-            before_us=self._splitting.switched_at_us + future_us,
-            single_from_us=self._splitting.late_before_us,
-        )
+        return self._history.all_cells(self._kind, after, without, single_from_us=self._splitting.marked_from_us)
 
     def _next_end(self, after: str | None) -> str | None:
         """The last identity of the next range: as many whole identities as fit into one transaction."""
@@ -332,8 +338,7 @@ class _Splitter:
         """What history says of each old cell, by the slice that its orders go to; and where marked orders go."""
         assert self._history is not None or not explained
         single = [each.order_id for each in explained if each.order_id]
-        marks = load(tx, self._unit.tables.marks, {"order_id": single}, ("slice_id", "is_corrected")) if single else {}
-        counted = {order_id for (order_id,), (slice_id, is_back) in marks.items() if slice_id in olds and not is_back}
+        counted = self._counted_without(tx, single, olds)
         pieces: dict[Place, dict[Slice, OldCell]] = {}
         moved: dict[str, tuple[Place, int]] = {}
         for each in explained:
@@ -348,6 +353,18 @@ class _Splitter:
             if each.order_id:
                 moved[each.order_id] = (place, target.slice_id)
         return pieces, moved
+
+    def _counted_without(
+        self, tx: Transaction, order_ids: Sequence[str], olds: Mapping[int, Mapping[str, str]]
+    ) -> set[str]:
+        """Those of the orders that count in a slice without the dimension, for this identity type."""
+        wanted = ("slice_id", "moved", "is_corrected")
+        marks = load(tx, self._unit.tables.marks, {"order_id": order_ids}, wanted)
+        return {
+            order_id
+            for (order_id,), (slice_id, moved, is_corrected) in marks.items()
+            if not is_corrected and moved_of(moved).get(self._kind.type_id, slice_id) in olds
+        }
 
     def _replace(self, tx: Transaction, gone: Sequence[Place], added: Mapping[tuple[str, Slice], OldCell]) -> None:
         if not gone:
@@ -378,12 +395,12 @@ class _Splitter:
         """Remember where orders went, so that they can still be taken back."""
         if not moved:
             return
-        found = load(tx, self._unit.tables.marks, {"order_id": sorted(moved)}, ("slice_id", "moved_to_slice_id"))
+        found = load(tx, self._unit.tables.marks, {"order_id": sorted(moved)}, ("moved",))
         rows = [
-            (order_id, slice_id if moved_to == moved[order_id] else moved_to, moved[order_id])
-            for (order_id,), (slice_id, moved_to) in found.items()
+            (order_id, msgspec.json.encode({**moved_of(before), self._kind.type_id: moved[order_id]}).decode())
+            for (order_id,), (before,) in found.items()
         ]
-        columns = dict(zip(("order_id", "slice_id", "moved_to_slice_id"), zip(*rows, strict=True), strict=True))
+        columns = dict(zip(("order_id", "moved"), zip(*rows, strict=True), strict=True))
         update(tx, self._unit.tables.marks, columns)
 
     def _slice(self, old: Mapping[str, str], value: str) -> Slice:
