@@ -5,7 +5,8 @@ count what the other does. Each step sets some identities whole and commits how 
 anywhere and run again at any time, also when history has caught up.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 
 import msgspec
 import sqlalchemy as sa
@@ -83,11 +84,11 @@ def _filled(
     source = f"{history.source} {','.join(history.dimensions)} {kind.start_us} {len(without)}"
     job = Job.begin(store, unit, f"backfill {kind.name}", source)
     after, steps = job.progress.after, 0
-    for piece in whole_identities(_cells(unit, history, kind, after, without), cells_max):
-        upto = piece[-1].identity
-        _step(store, unit, history, kind, job, piece, upto)
-        steps += 1
-        report(job.progress.numbers["orders"], f"orders by {kind.name}")
+    with closing(_cells(unit, history, kind, after, without)) as cells:
+        for piece in whole_identities(cells, cells_max):
+            _step(store, unit, history, kind, job, piece, piece[-1].identity)
+            steps += 1
+            report(job.progress.numbers["orders"], f"orders by {kind.name}")
     lacking = _lacking(store, unit, history, kind)
     _end(store, unit, history, kind, job, started_at_us, len(lacking))
     numbers = job.progress.numbers
@@ -103,7 +104,7 @@ def _filled(
 
 def _cells(
     unit: Unit, history: History, kind: IdentityType, after: str | None, without: Sequence[str]
-) -> Iterator[Filled]:
+) -> Generator[Filled]:
     for each in history.cells(kind, after, without):
         slice_ = unit.slice_of(dict(zip(history.dimensions, each.values, strict=True)))
         yield Filled(each.identity, slice_, each.count, each.from_us, each.to_us)

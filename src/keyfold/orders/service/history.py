@@ -5,6 +5,7 @@ Everything that could be wrong with it is looked at before anything is written, 
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,25 +159,26 @@ class History:
     def _streamed(self, table: "ir.Table", identity: str) -> Iterator[HistoryCell]:
         import pyarrow as pa
 
-        for batch in table.to_pyarrow_batches(chunk_size=BATCH_ROWS):
-            rows = {name: batch.column(name) for name in batch.schema.names}
-            dimensions = [rows[name].to_pylist() for name in self.dimensions]
-            values: Sequence[tuple[str, ...]] = (
-                list(zip(*dimensions, strict=True)) if dimensions else [()] * batch.num_rows
-            )
-            moments = [
-                rows[name].cast(pa.timestamp("us", tz=rows[name].type.tz)).cast(pa.int64()).to_pylist()
-                for name in ("from_us", "to_us")
-            ]
-            yield from map(
-                HistoryCell,
-                rows[identity].to_pylist(),
-                values,
-                rows["count"].to_pylist(),
-                *moments,
-                rows["order_id"].to_pylist(),
-                rows["is_live"].to_pylist(),
-            )
+        with closing(table.to_pyarrow_batches(chunk_size=BATCH_ROWS)) as batches:
+            for batch in batches:
+                rows = {name: batch.column(name) for name in batch.schema.names}
+                dimensions = [rows[name].to_pylist() for name in self.dimensions]
+                values: Sequence[tuple[str, ...]] = (
+                    list(zip(*dimensions, strict=True)) if dimensions else [()] * batch.num_rows
+                )
+                moments = [
+                    rows[name].cast(pa.timestamp("us", tz=rows[name].type.tz)).cast(pa.int64()).to_pylist()
+                    for name in ("from_us", "to_us")
+                ]
+                yield from map(
+                    HistoryCell,
+                    rows[identity].to_pylist(),
+                    values,
+                    rows["count"].to_pylist(),
+                    *moments,
+                    rows["order_id"].to_pylist(),
+                    rows["is_live"].to_pylist(),
+                )
 
     def _not_there(self) -> Iterator[str]:
         for name in (ORDER_ID, CREATED_AT):

@@ -6,7 +6,8 @@ every read sums right. What history cannot explain stays, is told, and the dimen
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 
 import msgspec
 import sqlalchemy as sa
@@ -223,13 +224,13 @@ class _Splitter:
         dimension = self._splitting.dimension
         source = self._history.source if self._history is not None else ""
         job = Job.begin(self._store, self._unit, f"split {dimension} {self._kind.name}", f"{source} {dimension}")
-        stream = _Ranges(self._read_history(job.progress.after))
-        while upto := self._next_end(job.progress.after):
-            explained = stream.up_to(upto)
-            step = self._step(job, upto, explained)
-            self.unexplained += step
-            looked_at = job.progress.numbers["cells"] + job.progress.numbers["left"]
-            self._report(looked_at, f"cells of {self._kind.name} by {dimension}")
+        # What is not read to its end is closed here, not whenever Python finds it: another query may run by then.
+        with closing(self._read_history(job.progress.after)) as cells:
+            stream = _Ranges(cells)
+            while upto := self._next_end(job.progress.after):
+                self.unexplained += self._step(job, upto, stream.up_to(upto))
+                looked_at = job.progress.numbers["cells"] + job.progress.numbers["left"]
+                self._report(looked_at, f"cells of {self._kind.name} by {dimension}")
         progress = structs.replace(job.progress, is_done=True)
         self._store.transact(lambda tx: job.step(tx, progress), name="split done")
         numbers = progress.numbers
@@ -241,11 +242,11 @@ class _Splitter:
             numbers.get("left", 0),
         )
 
-    def _read_history(self, after: str | None) -> Iterator[HistoryCell]:
+    def _read_history(self, after: str | None) -> Generator[HistoryCell]:
         if self._history is None:
-            return iter(())
+            return
         without = self._store.read(lambda tx: corrected(tx, self._unit))
-        return self._history.all_cells(self._kind, after, without, single_from_us=self._splitting.marked_from_us)
+        yield from self._history.all_cells(self._kind, after, without, single_from_us=self._splitting.marked_from_us)
 
     def _next_end(self, after: str | None) -> str | None:
         """The last identity of the next range: as many whole identities as fit into one transaction."""
