@@ -2,7 +2,7 @@
 
 import zlib
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -14,9 +14,12 @@ from keyfold.counters.errors import UpdateRefused
 from keyfold.profiles.handlers import Event, Handler, Update, Updates, Writable
 
 ProfileKey = tuple[str, str]  # type, id
+EventKey = tuple[str, str]  # log, event id
+Arrived = tuple[int, str, Event]  # its number in the batch, its log, the event
 EVENT_ID_MAX = 200
 PROFILE_ID_BYTES_MAX = 400
 UPDATES_MAX = 1_000
+_SURELY_FITS = PROFILE_ID_BYTES_MAX // 4  # characters, of four bytes at most
 
 Status = Literal["counted", "duplicate", "conflict", "late", "refused"]
 
@@ -27,17 +30,6 @@ class Verdict(Struct, frozen=True, gc=False):
     event_id: str
     status: Status
     reason: str = ""
-
-
-class Ready(Struct, frozen=True, gc=False):
-    """An event that its handlers have read: which profiles it changes, and how."""
-
-    log: str
-    event_id: str
-    time: int
-    changes: list[tuple[ProfileKey, list[Update]]]
-    fields: Mapping[str, Any]
-    is_owned: bool
 
 
 class Row(Struct, frozen=True, gc=False):
@@ -78,33 +70,111 @@ def event_of(fields: Mapping[str, Any]) -> Event:
     event_id, time = fields.get("event_id"), fields.get("time")
     if not isinstance(event_id, str) or not 1 <= len(event_id) <= EVENT_ID_MAX or "\0" in event_id:
         raise BadInput(f"event_id must be text of 1 to {EVENT_ID_MAX} characters without NUL", place="event_id")
-    if not isinstance(time, int) or isinstance(time, bool):
+    if type(time) is not int:
         raise BadInput("time must be whole unix seconds", place="time")
     return Event(event_id, time, fields)
 
 
 def profile_id_of(given: Any, place: str = "profile_id") -> str:
     """An id as it is stored: text, or a 64-bit number written as text."""
+    if type(given) is str and 0 < len(given) <= _SURELY_FITS and "\0" not in given:
+        return given
     if isinstance(given, int) and not isinstance(given, bool):
         if not -(2**63) <= given < 2**64:
             raise BadInput("a number must fit in 64 bits", place=place)
         return str(given)
-    if not isinstance(given, str) or not given or "\0" in given or not _fits(given):
+    if (
+        not isinstance(given, str)
+        or not given
+        or "\0" in given
+        or len(given.encode(errors="replace")) > PROFILE_ID_BYTES_MAX
+    ):
         raise BadInput(f"an id must be a 64-bit number, or text of 1 to {PROFILE_ID_BYTES_MAX} bytes", place=place)
     return given
 
 
-def _fits(text: str) -> bool:
-    """Whether it is short enough, counting bytes only where that could matter."""
-    return len(text) * 4 <= PROFILE_ID_BYTES_MAX or len(text.encode(errors="replace")) <= PROFILE_ID_BYTES_MAX
+class Asked:
+    """What handlers ask for: the updates of all events in one list, and of each run of them the event and the profile.
+
+    A run is what one handler asks for because of one event. Millions of events pass here, so that an event has no
+    object of its own for it.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Arrived] = []  # that count whole, with updates or without
+        self.updates: list[Update] = []
+        self.is_owned = False  # whether an update may have an owner
+        self.event: list[int] = []  # of each run, the place of its event
+        self.profile: list[ProfileKey] = []
+        self.size: list[int] = []
+
+    def runs(self) -> Iterator[tuple[int, ProfileKey, list[Update]]]:
+        end = 0
+        for at, profile, size in zip(self.event, self.profile, self.size, strict=True):
+            begin, end = end, end + size
+            yield at, profile, self.updates[begin:end]
+
+    def rows(self) -> Iterator[Row]:
+        """The updates one by one, numbered within their event."""
+        number, before = 0, -1
+        for at, profile, updates in self.runs():
+            _, log, event = self.events[at]
+            number = number if at == before else 0
+            before = at
+            for counter, key, value, owner in updates:
+                yield Row(profile, counter, key, value, event.time, owner, event.id, log, number)
+                number += 1
+
+    def without(self, refused: Container[EventKey]) -> "Asked":
+        """The same without some events."""
+        left = Asked()
+        left.is_owned = self.is_owned
+        places: dict[int, int] = {}
+        for at, (number, log, event) in enumerate(self.events):
+            if (log, event.id) not in refused:
+                places[at] = len(left.events)
+                left.events.append((number, log, event))
+        for at, profile, updates in self.runs():
+            if at in places:
+                left.add(places[at], profile, len(updates))
+                left.updates += updates
+        return left
+
+    def add(self, at: int, profile: ProfileKey, size: int) -> None:
+        self.event.append(at)
+        self.profile.append(profile)
+        self.size.append(size)
+
+    def cut(self, runs: int, updates: int) -> None:
+        """Back to so many runs and updates."""
+        del self.event[runs:], self.profile[runs:], self.size[runs:], self.updates[updates:]
 
 
-def ready(writing: Sequence[tuple[Handler, Writable]], log: str, event: Event) -> Ready:
-    """Let the handlers of a log read an event; what they ask for is checked, so that it counts whole or not at all."""
-    changes: list[tuple[ProfileKey, list[Update]]] = []
-    count, is_owned = 0, False
-    for each, writable in writing:
-        updates = Updates(writable)
+def ask(
+    writing: Mapping[str, Sequence[tuple[Handler, Writable]]], arrived: Sequence[Arrived]
+) -> tuple[Asked, dict[EventKey, str]]:
+    """Let the handlers read events; what they ask for is checked, so that an event counts whole or not at all."""
+    asked, refused = Asked(), dict[EventKey, str]()
+    writers = {
+        log: [(each, Updates(writable, asked.updates)) for each, writable in own] for log, own in writing.items()
+    }
+    for one in arrived:
+        _, log, event = one
+        runs, updates = len(asked.size), len(asked.updates)
+        try:
+            _read(asked, writers.get(log, ()), event)
+            asked.events.append(one)
+        except KeyfoldError as error:
+            asked.cut(runs, updates)
+            refused[log, event.id] = str(error)
+    asked.is_owned = any(updates.is_owned for own in writers.values() for _, updates in own)
+    return asked, refused
+
+
+def _read(asked: Asked, writers: Sequence[tuple[Handler, Updates]], event: Event) -> None:
+    rows = asked.updates
+    begin = end = len(rows)
+    for each, updates in writers:
         try:
             each.handle(event, updates)
         except KeyfoldError:
@@ -112,24 +182,13 @@ def ready(writing: Sequence[tuple[Handler, Writable]], log: str, event: Event) -
         except Exception as error:
             name = each.handle.__name__
             raise UpdateRefused(f"the handler {name} failed: {type(error).__name__}: {error}") from error
-        if not updates.rows:
-            continue
-        profile = (each.profile_type, profile_id_of(event.fields.get(each.id_field), each.id_field))
-        changes.append((profile, updates.rows))
-        count += len(updates.rows)
-        is_owned |= updates.is_owned
-    if count > UPDATES_MAX:
-        raise UpdateRefused(f"the event makes {count} updates, {UPDATES_MAX} are allowed")
-    return Ready(log, event.id, event.time, changes, event.fields, is_owned)
-
-
-def rows_of(event: Ready) -> Iterator[Row]:
-    """The updates of an event, one by one."""
-    number = 0
-    for profile, updates in event.changes:
-        for counter, key, value, owner in updates:
-            yield Row(profile, counter, key, value, event.time, owner, event.event_id, event.log, number)
-            number += 1
+        size = len(rows) - end
+        if size:
+            profile_id = profile_id_of(event.fields.get(each.id_field), each.id_field)
+            asked.add(len(asked.events), (each.profile_type, profile_id), size)
+            end += size
+    if end - begin > UPDATES_MAX:
+        raise UpdateRefused(f"the event makes {end - begin} updates, {UPDATES_MAX} are allowed")
 
 
 def fingerprint(fields: Mapping[str, Any]) -> int:
