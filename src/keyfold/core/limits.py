@@ -39,7 +39,7 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Count, Meta(description="keys waiting behind poison messages of one partition before it stops")
     ] = 1_000
     relay_batch_max: Annotated[Count, Meta(description="most messages in one relay step")] = 2_000
-    consumer_batch_max: Annotated[Count, Meta(description="most messages in one consumer step")] = 5_000
+    consumer_batch_max: Annotated[Count, Meta(description="most messages in one consumer step")] = 20_000
     purge_rows_max: Annotated[Count, Meta(description="most rows removed in one purge step")] = 5_000
 
     def __post_init__(self) -> None:

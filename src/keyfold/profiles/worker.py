@@ -51,7 +51,14 @@ def _log_consumer(product: Product, log: str) -> Consumer:
         return apply_events(tx, product, log, records, marked=marked)
 
     # The fold does not mind the order of events, so nothing needs to wait behind a poison message.
-    return Consumer(name=consumer_name(log), topic=product.topic_of(log), apply=apply, ordered=False, replayable=marked)
+    return Consumer(
+        name=consumer_name(log),
+        topic=product.topic_of(log),
+        apply=apply,
+        ordered=False,
+        replayable=marked,
+        payload_only=True,
+    )
 
 
 _decoded = msgspec.json.Decoder(dict[str, Any]).decode
