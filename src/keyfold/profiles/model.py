@@ -136,14 +136,11 @@ class Asked:
                 left.events.append((number, log, event))
         for at, profile, updates in self.runs():
             if at in places:
-                left.add(places[at], profile, len(updates))
+                left.event.append(places[at])
+                left.profile.append(profile)
+                left.size.append(len(updates))
                 left.updates += updates
         return left
-
-    def add(self, at: int, profile: ProfileKey, size: int) -> None:
-        self.event.append(at)
-        self.profile.append(profile)
-        self.size.append(size)
 
     def cut(self, runs: int, updates: int) -> None:
         """Back to so many runs and updates."""
@@ -156,39 +153,37 @@ def ask(
     """Let the handlers read events; what they ask for is checked, so that an event counts whole or not at all."""
     asked, refused = Asked(), dict[EventKey, str]()
     writers = {
-        log: [(each, Updates(writable, asked.updates)) for each, writable in own] for log, own in writing.items()
+        log: [(each, each.handle, Updates(writable, asked.updates)) for each, writable in own]
+        for log, own in writing.items()
     }
+    rows, sizes, place = asked.updates, asked.size, 0
+    add_event, add_profile, add_size = asked.event.append, asked.profile.append, asked.size.append
     for one in arrived:
         _, log, event = one
-        runs, updates = len(asked.size), len(asked.updates)
+        runs, begin = len(sizes), len(rows)
+        end = begin
         try:
-            _read(asked, writers.get(log, ()), event)
-            asked.events.append(one)
-        except KeyfoldError as error:
-            asked.cut(runs, updates)
-            refused[log, event.id] = str(error)
-    asked.is_owned = any(updates.is_owned for own in writers.values() for _, updates in own)
+            for each, handle, updates in writers.get(log, ()):
+                handle(event, updates)
+                if size := len(rows) - end:
+                    add_profile((each.profile_type, profile_id_of(event.fields.get(each.id_field), each.id_field)))
+                    add_event(place)
+                    add_size(size)
+                    end += size
+            if end - begin > UPDATES_MAX:
+                raise UpdateRefused(f"the event makes {end - begin} updates, {UPDATES_MAX} are allowed")
+        except Exception as error:
+            asked.cut(runs, begin)
+            refused[log, event.id] = str(error if isinstance(error, KeyfoldError) else _failed(each, error))
+            continue
+        asked.events.append(one)
+        place += 1
+    asked.is_owned = any(updates.is_owned for own in writers.values() for _, _, updates in own)
     return asked, refused
 
 
-def _read(asked: Asked, writers: Sequence[tuple[Handler, Updates]], event: Event) -> None:
-    rows = asked.updates
-    begin = end = len(rows)
-    for each, updates in writers:
-        try:
-            each.handle(event, updates)
-        except KeyfoldError:
-            raise
-        except Exception as error:
-            name = each.handle.__name__
-            raise UpdateRefused(f"the handler {name} failed: {type(error).__name__}: {error}") from error
-        size = len(rows) - end
-        if size:
-            profile_id = profile_id_of(event.fields.get(each.id_field), each.id_field)
-            asked.add(len(asked.events), (each.profile_type, profile_id), size)
-            end += size
-    if end - begin > UPDATES_MAX:
-        raise UpdateRefused(f"the event makes {end - begin} updates, {UPDATES_MAX} are allowed")
+def _failed(one: Handler, error: Exception) -> KeyfoldError:
+    return UpdateRefused(f"the handler {one.handle.__name__} failed: {type(error).__name__}: {error}")
 
 
 def fingerprint(fields: Mapping[str, Any]) -> int:

@@ -22,7 +22,7 @@ from keyfold.profiles.model import Arrived, Asked, EventKey, ProfileKey, Verdict
 from keyfold.profiles.service.folding import Plan, planned
 from keyfold.profiles.service.holding import held_before, move_held
 from keyfold.profiles.service.product import Product
-from keyfold.profiles.service.storing import Stored, loaded, publish, raise_versions, save
+from keyfold.profiles.service.storing import COUNTED, Stored, loaded, publish, raise_versions, save
 from keyfold.profiles.tables import EVENT_MARKS, EVENT_WATERMARKS
 
 # What one transaction folds; a larger batch is halved by whoever gathered it.
@@ -172,13 +172,14 @@ def _write(tx: Transaction, product: Product, stored: Mapping[ProfileKey, Stored
         changed[profile] = stored[profile]
         changed[profile].held_until_us = max(held_until_us, changed[profile].held_until_us)
     public: list[ProfileKey] = []
+    expires_at: list[int] = plan.folded.expires_at.tolist()
     for index in np.flatnonzero(plan.folded.changed).tolist():
         key = plan.profiles[index]
         row = changed[key] = stored[key]
-        row.body, row.expires_at = plan.folded.bodies[index], int(plan.folded.expires_at[index])
+        row.body, row.expires_at = plan.folded.bodies[index], expires_at[index]
         public.append(key)
     raise_versions(tx, stored, public)
-    save(tx, changed)
+    save(tx, changed, COUNTED)
     move_held(tx, product, plan.settlement)
     if product.settings.publish:
         publish(tx, product, {key: stored[key] for key in public})
