@@ -327,15 +327,17 @@ class ProfileSimulation(Stage):
     @contextlib.contextmanager
     def _spies(self) -> Iterator[None]:
         """Hear what is said of every event, and count the faults that struck."""
-        count_events, advance, set_aside = counting.count_events, progress.advance, deadletters.set_aside
+        not_counted, advance, set_aside = counting.not_counted, progress.advance, deadletters.set_aside
 
         def watch_count(
             tx: Transaction, product: Product, events: Sequence[tuple[str, Event]], *, marked: bool
-        ) -> list[Verdict]:
-            verdicts = count_events(tx, product, events, marked=marked)
-            said = [(event.fields, verdict.status) for (_, event), verdict in zip(events, verdicts, strict=True)]
+        ) -> dict[int, Verdict]:
+            others = not_counted(tx, product, events, marked=marked)
+            said: list[tuple[Fields, str]] = [(event.fields, "counted") for _, event in events]
+            for number, verdict in others.items():
+                said[number] = (events[number][1].fields, verdict.status)
             self._given.append((tx, said))
-            return verdicts
+            return others
 
         def watch_advance(tx: Transaction, job: str, shard: int, ticket: int, expected: int, position: int) -> None:
             try:
@@ -353,8 +355,8 @@ class ProfileSimulation(Stage):
 
         time = SimpleNamespace(monotonic=lambda: self._monotonic_us / SECOND_US, sleep=lambda _: None)
         patches: list[tuple[object, str, object]] = [
-            (counting, "count_events", watch_count),
-            (worker, "count_events", watch_count),
+            (counting, "not_counted", watch_count),
+            (worker, "not_counted", watch_count),
             (progress, "advance", watch_advance),
             (deadletters, "set_aside", watch_set_aside),
             (relay, "time", time),

@@ -104,15 +104,16 @@ class Asked:
         self.events: list[Arrived] = []  # that count whole, with updates or without
         self.updates: list[Update] = []
         self.is_owned = False  # whether an update may have an owner
+        self.profiles: list[ProfileKey] = []  # each once
         self.event: list[int] = []  # of each run, the place of its event
-        self.profile: list[ProfileKey] = []
+        self.profile: list[int] = []  # and the place of its profile
         self.size: list[int] = []
 
     def runs(self) -> Iterator[tuple[int, ProfileKey, list[Update]]]:
         end = 0
         for at, profile, size in zip(self.event, self.profile, self.size, strict=True):
             begin, end = end, end + size
-            yield at, profile, self.updates[begin:end]
+            yield at, self.profiles[profile], self.updates[begin:end]
 
     def rows(self) -> Iterator[Row]:
         """The updates one by one, numbered within their event."""
@@ -128,13 +129,13 @@ class Asked:
     def without(self, refused: Container[EventKey]) -> "Asked":
         """The same without some events."""
         left = Asked()
-        left.is_owned = self.is_owned
+        left.is_owned, left.profiles = self.is_owned, self.profiles
         places: dict[int, int] = {}
         for at, (number, log, event) in enumerate(self.events):
             if (log, event.id) not in refused:
                 places[at] = len(left.events)
                 left.events.append((number, log, event))
-        for at, profile, updates in self.runs():
+        for profile, (at, _, updates) in zip(self.profile, self.runs(), strict=True):
             if at in places:
                 left.event.append(places[at])
                 left.profile.append(profile)
@@ -147,27 +148,52 @@ class Asked:
         del self.event[runs:], self.profile[runs:], self.size[runs:], self.updates[updates:]
 
 
+class _Places(dict[Any, int]):
+    """Where the profiles of a type stand among all that are asked for, by what events give as their id.
+
+    Text only: among numbers, True would be taken for 1.
+    """
+
+    def __init__(self, profiles: list[ProfileKey], profile_type: str) -> None:
+        self._profiles = profiles
+        self._type = profile_type
+
+    def of(self, given: Any, field: str) -> int:
+        profile_id = profile_id_of(given, field)
+        place = self.get(profile_id)
+        if place is None:
+            place = self[profile_id] = len(self._profiles)
+            self._profiles.append((self._type, profile_id))
+        return place
+
+
 def ask(
     writing: Mapping[str, Sequence[tuple[Handler, Writable]]], arrived: Sequence[Arrived]
 ) -> tuple[Asked, dict[EventKey, str]]:
     """Let the handlers read events; what they ask for is checked, so that an event counts whole or not at all."""
     asked, refused = Asked(), dict[EventKey, str]()
+    types = {each.profile_type for own in writing.values() for each, _ in own}
+    places = {each: _Places(asked.profiles, each) for each in types}
     writers = {
-        log: [(each, each.handle, Updates(writable, asked.updates)) for each, writable in own]
+        log: [
+            (each, each.handle, Updates(writable, asked.updates), places[each.profile_type]) for each, writable in own
+        ]
         for log, own in writing.items()
     }
-    rows, sizes, place = asked.updates, asked.size, 0
+    rows, sizes, number = asked.updates, asked.size, 0
     add_event, add_profile, add_size = asked.event.append, asked.profile.append, asked.size.append
     for one in arrived:
         _, log, event = one
         runs, begin = len(sizes), len(rows)
         end = begin
         try:
-            for each, handle, updates in writers.get(log, ()):
+            for each, handle, updates, known in writers.get(log, ()):
                 handle(event, updates)
                 if size := len(rows) - end:
-                    add_profile((each.profile_type, profile_id_of(event.fields.get(each.id_field), each.id_field)))
-                    add_event(place)
+                    given = event.fields.get(each.id_field)
+                    place = known.get(given) if type(given) is str else None
+                    add_profile(known.of(given, each.id_field) if place is None else place)
+                    add_event(number)
                     add_size(size)
                     end += size
             if end - begin > UPDATES_MAX:
@@ -177,8 +203,8 @@ def ask(
             refused[log, event.id] = str(error if isinstance(error, KeyfoldError) else _failed(each, error))
             continue
         asked.events.append(one)
-        place += 1
-    asked.is_owned = any(updates.is_owned for own in writers.values() for _, _, updates in own)
+        number += 1
+    asked.is_owned = any(updates.is_owned for own in writers.values() for _, _, updates, _ in own)
     return asked, refused
 
 

@@ -153,7 +153,7 @@ def _asked(product: Product, arrived: Sequence[Arrived]) -> tuple[Asked, dict[Ev
 
 def _fold_all(tx: Transaction, product: Product, asked: Asked, refused: dict[EventKey, str]) -> Asked:
     """Fold and write; what cannot be kept is left out, and the rest folded again without it. Returns what counted."""
-    stored = loaded(tx, sorted(set(asked.profile)))
+    stored = loaded(tx, sorted(asked.profiles))
     held = held_before(tx, product, asked, stored)
     while (plan := planned(product, asked, stored, held, tx.now_us)).refused:
         refused |= {key: str(error) for key, error in plan.refused.items()}

@@ -26,14 +26,13 @@ class Plan(Struct):
     refused: dict[EventKey, KeyfoldError]  # events that cannot be kept
 
 
-def _columns(product: Product, profiles: Sequence[ProfileKey], asked: Asked) -> Updates:
+def _columns(product: Product, asked: Asked) -> Updates:
     """What was asked for, none of it owned, as the kernel takes it."""
     counters, keys, values, _ = zip(*asked.updates, strict=True) if asked.updates else ((), (), (), ())
-    places = {key: index for index, key in enumerate(profiles)}
     size = np.array(asked.size, np.int64)
     return _updates(
         product,
-        profile=np.repeat(np.array([places[key] for key in asked.profile], np.int64), size),
+        profile=np.repeat(np.array(asked.profile, np.int64), size),
         counter=[counter.id for counter in counters],
         key=keys,
         value=values,
@@ -109,14 +108,14 @@ def planned(
 ) -> Plan:
     """Fold events into their profiles; where data is owned, settle first what is public."""
     now = now_us // 1_000_000
-    profiles, bodies = list(stored), [row.body for row in stored.values()]
+    profiles, bodies = asked.profiles, [stored[key].body for key in asked.profiles]
     settled = Settlement([], [], [], 0, {})
     if held or asked.is_owned:
         rows = list(asked.rows())
         settled = settlement(product, rows, stored, held, now_us)
         updates = _columns_of(product, profiles, [*(row for row in rows if not row.owner), *settled.released])
     else:
-        updates = _columns(product, profiles, asked)
+        updates = _columns(product, asked)
     folded = _folded(product, bodies, updates, now)
     plan = Plan(profiles, folded, settled, len(updates.profile), {})
     full = _full(product, bodies, folded)
