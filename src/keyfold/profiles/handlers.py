@@ -17,8 +17,12 @@ from keyfold.counters.keys import owner_of
 from keyfold.counters.model import VALUE_MAX, Number, must_be_value
 
 _MARK = "__keyfold_handlers__"
-_NUMBERS = (float, int)
+_WHOLE_MIN, _WHOLE_MAX = -int(VALUE_MAX), int(VALUE_MAX)  # a whole number is compared quicker with its like
 _CHECKED_FROM = Kind.FIXED32  # kinds that take only some of the finite numbers
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float | int) and -VALUE_MAX <= value <= VALUE_MAX
 
 
 class Event(Struct, eq=False):
@@ -94,7 +98,7 @@ class Updates:
         # This is called for every update: what is usual passes by comparisons alone.
         if type(key) is not int or not 0 <= key <= UINT64_MAX:
             raise ValueWrong(f"the key {key!r:.50} of {described.name} is not an unsigned 64-bit number")
-        if not isinstance(value, _NUMBERS) or not -VALUE_MAX <= value <= VALUE_MAX:
+        if (type(value) is not int or not _WHOLE_MIN <= value <= _WHOLE_MAX) and not _is_number(value):
             raise ValueWrong(f"{described.name} takes finite numbers up to {VALUE_MAX:g}, not {value!r:.50}")
         if described.kind >= _CHECKED_FROM:
             must_be_value(described, value)
