@@ -153,6 +153,24 @@ def test_of_concurrent_marks_exactly_one_is_new(store: Store) -> None:
     assert sorted(key for each in won for (key,) in each) == sorted(f"m{number}" for number in range(20))
 
 
+@pytest.mark.parametrize("count", [1, 49, 50, 51, 100, 237])
+def test_of_many_marks_those_that_were_there_are_not_new_and_stay_as_they_were(store: Store, count: int) -> None:
+    def mark(numbers: range, at_us: int) -> set[tuple[str]]:
+        tokens = [f"{number:04}" for number in numbers]
+        random.shuffle(tokens)
+        rows = {"token": tokens, "stored_at_us": [at_us] * len(tokens)}
+        return store.transact(lambda tx: shapes.insert_new(tx, BATCH_TOKENS, rows))
+
+    def kept() -> dict[str, int]:
+        found = store.read(lambda tx: tx.execute(sa.select(BATCH_TOKENS)).all())
+        return {row.token: row.stored_at_us for row in found}
+
+    assert mark(range(count), 1) == {(f"{number:04}",) for number in range(count)}
+    assert mark(range(count), 2) == set()
+    assert mark(range(count - 1, count + 60), 3) == {(f"{number:04}",) for number in range(count, count + 60)}
+    assert kept() == {f"{number:04}": 1 if number < count else 3 for number in range(count + 60)}
+
+
 @pytest.mark.spec("CORE-14")
 @pytest.mark.parametrize(
     ("key", "value"),

@@ -10,12 +10,14 @@ import sqlalchemy as sa
 
 from keyfold.core import deadletters, outbox
 from keyfold.core.clock import SECOND_US, ManualClock
+from keyfold.core.consumer import Consumer, ConsumerWorker
 from keyfold.core.context import Context
 from keyfold.core.errors import BadInput, OffsetGone, PartitionStopped, TopicChanged
 from keyfold.core.janitor import Janitor
 from keyfold.core.relay import Relay
 from keyfold.core.store import Transaction, shapes
 from keyfold.core.tables import MESSAGES, PARKED_KEYS, PROGRESS
+from keyfold.core.topics import embedded
 from keyfold.core.topics.topic import Record, TopicSpec, partition_of
 from keyfold.tally.tables import TALLIES
 from tests.product import consume_all, consumer_worker, message, opened, put, read_all, relay_all
@@ -319,3 +321,48 @@ def test_a_message_that_was_set_aside_may_be_delivered_again(trial: Trial) -> No
     assert len(store.read(deadletters.listed)) == 2
     assert deadletters.redrive(store, "trial", trial.topic, lambda tx, records: None, ordered=True).applied == 2
     assert store.read(lambda tx: tx.execute(sa.select(sa.func.count()).select_from(PARKED_KEYS)).scalar_one()) == 0
+
+
+def test_a_consumer_of_payloads_sets_aside_whole_messages(trial: Trial) -> None:
+    """What it cannot apply and what fails is kept with its key and version, though neither was looked at."""
+    sent = [message("a", 1, b"1"), message("b", 2, b"refused"), message("b", 3, b"failing"), message("c", 4, b"4")]
+    seen: list[bytes] = []
+
+    def apply(_: Transaction, records: Sequence[Record]) -> list[deadletters.Refusal]:
+        payloads = [record.message.payload for record in records]
+        if b"failing" in payloads:
+            raise ValueError("this message cannot be applied")
+        seen.extend(payloads)
+        return [deadletters.Refusal(record, "no") for record in records if record.message.payload == b"refused"]
+
+    consumer = Consumer(name="trial", topic=trial.topic, apply=apply, ordered=False, payload_only=True)
+    worker = ConsumerWorker(trial.context, consumer, "w1")
+    trial.publish(*sent)
+    consume_all(worker)
+    worker.stop()
+    assert sorted(seen) == [b"1", b"4", b"refused"]
+    letters = trial.context.store.read(lambda tx: deadletters.listed(tx))
+    assert sorted((each.key, each.version, each.payload) for each in letters) == [
+        ("b", 2, b"refused"),
+        ("b", 3, b"failing"),
+    ]
+
+
+def test_a_fetch_reads_page_by_page_and_ends_after_so_many_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "PAGE_COUNT", 3)
+    with opened(f"sqlite:///{tmp_path / 'keyfold.db'}", [TopicSpec("t", "a trial", 1)]) as context:
+        put(context, "t", [message("a", number, b"0123456789") for number in range(1, 12)])
+        relay_all(Relay(context, "t", "w1"))
+        for source in (context.topics.source("t"), context.topics.source("t", payload_only=True)):
+            assert [record.position for record in source.fetch(0, 1, 7, 0)] == list(range(1, 8))
+            assert [record.position for record in source.fetch(0, 1, 100, 0)] == list(range(1, 11))
+            with monkeypatch.context() as few:
+                few.setattr(embedded, "FETCH_BYTES_MAX", 40)
+                assert [record.position for record in source.fetch(0, 1, 100, 0)] == list(range(1, 7))
+
+
+def test_a_consumer_that_keeps_order_cannot_do_without_keys() -> None:
+    with pytest.raises(ValueError, match="order is by key"):
+        Consumer(name="trial", topic="t", apply=lambda *_: None, payload_only=True)

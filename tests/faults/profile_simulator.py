@@ -252,17 +252,19 @@ class ProfileSimulation(LogStage):
 
     def _spies(self) -> contextlib.AbstractContextManager[None]:
         """Hear what is said of every event."""
-        count_events = counting.count_events
+        not_counted = counting.not_counted
 
         def watch_count(
             tx: Transaction, product: Product, events: Sequence[tuple[str, Event]], *, marked: bool
-        ) -> list[Verdict]:
-            verdicts = count_events(tx, product, events, marked=marked)
-            said = [(event.fields, verdict.status) for (_, event), verdict in zip(events, verdicts, strict=True)]
+        ) -> dict[int, Verdict]:
+            others = not_counted(tx, product, events, marked=marked)
+            said: list[tuple[Fields, str]] = [(event.fields, "counted") for _, event in events]
+            for number, verdict in others.items():
+                said[number] = (events[number][1].fields, verdict.status)
             self._given.append((tx, said))
-            return verdicts
+            return others
 
-        return self._heard([(counting, "count_events", watch_count), (worker, "count_events", watch_count)])
+        return self._heard([(counting, "not_counted", watch_count), (worker, "not_counted", watch_count)])
 
     def _committed(self, name: str, tx: Transaction, result: object) -> None:
         """Nobody is stopped inside a transaction, so what another was given has been rolled back."""

@@ -135,8 +135,8 @@ class SimulatedTopics(Topics):
 
     outside: dict[str, OutsideTopic]
 
-    def source(self, name: str) -> Source:
-        return self.outside.get(name) or super().source(name)
+    def source(self, name: str, *, payload_only: bool = False) -> Source:
+        return self.outside.get(name) or super().source(name, payload_only=payload_only)
 
     def sink(self, name: str) -> Sink | None:
         return self.outside.get(name)

@@ -19,6 +19,7 @@ from keyfold.core.leases.lease import Lease
 from keyfold.core.loops import Loop
 from keyfold.core.shards import Shards
 from keyfold.core.store import Transaction
+from keyfold.core.topics import embedded
 from keyfold.core.topics.topic import Record
 
 log = structlog.get_logger(__name__)
@@ -28,7 +29,7 @@ class Consumer(Struct, frozen=True, kw_only=True):
     """Who applies a topic's messages. `apply` has no effect outside the transaction and may be called again.
 
     With `replayable`, applying a message again changes nothing (it is compared by version or mark), so that the
-    position may be set back.
+    position may be set back. With `payload_only` it looks at nothing else of a message, which need not be read then.
     """
 
     name: str
@@ -36,6 +37,11 @@ class Consumer(Struct, frozen=True, kw_only=True):
     apply: Apply
     ordered: bool = True
     replayable: bool = False
+    payload_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ordered and self.payload_only:
+            raise ValueError(f"the consumer {self.name} needs keys, because order is by key")
 
     @property
     def job(self) -> str:
@@ -53,7 +59,7 @@ class ConsumerWorker:
         self._store = context.store
         self._limits = context.limits
         self._consumer = consumer
-        self._source = context.topics.source(consumer.topic)
+        self._source = context.topics.source(consumer.topic, payload_only=consumer.payload_only)
         self._shards = Shards(
             context.leases,
             consumer.job,
@@ -157,7 +163,8 @@ class ConsumerWorker:
         for refusal in (self._consumer.apply(tx, free) or ()) if free else ():
             self._keep(tx, refusal.record, refusal.reason, tries=1)
 
-    def _keep(self, tx: Transaction, record: Record, reason: str, tries: int) -> None:
+    def _keep(self, tx: Transaction, record: Record, reason: str, tries: int) -> Record:
+        record = embedded.whole(tx, self._consumer.topic, record)
         deadletters.set_aside(
             tx,
             self._consumer.name,
@@ -167,22 +174,23 @@ class ConsumerWorker:
             tries=tries,
             parked_keys_max=self._limits.parked_keys_max if self._consumer.ordered else None,
         )
+        return record
 
     def _set_aside(
         self, partition: int, ticket: int, position: int, end: int, record: Record, reason: Exception
     ) -> None:
-        def work(tx: Transaction) -> None:
+        def work(tx: Transaction) -> Record:
             progress.advance(tx, self._consumer.job, partition, ticket, position, end)
-            self._keep(tx, record, f"{type(reason).__name__}: {reason}", self._limits.message_tries_max)
+            return self._keep(tx, record, f"{type(reason).__name__}: {reason}", self._limits.message_tries_max)
 
-        self._store.transact(work, name="set aside")
+        kept = self._store.transact(work, name="set aside")
         self._positions[partition] = (ticket, end)
         log.error(
             "message set aside",
             consumer=self._consumer.name,
             topic=self._consumer.topic,
             partition=partition,
-            position=record.position,
-            key=record.message.key,
+            position=kept.position,
+            key=kept.message.key,
             reason=str(reason),
         )

@@ -27,7 +27,7 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gather_wait_milliseconds_max: Annotated[
         int, Meta(ge=0, le=1_000, description="longest a request waits for others to share its transaction")
     ] = 2
-    gather_items_max: Annotated[Count, Meta(description="most items in one gathered transaction")] = 5_000
+    gather_items_max: Annotated[Count, Meta(description="most items in one gathered transaction")] = 10_000
     gather_queue_max: Annotated[Count, Meta(description="requests waiting for one operation before 503")] = 10_000
 
     transaction_tries_max: Annotated[Count, Meta(description="tries of one transaction before 503")] = 12
@@ -39,7 +39,7 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Count, Meta(description="keys waiting behind poison messages of one partition before it stops")
     ] = 1_000
     relay_batch_max: Annotated[Count, Meta(description="most messages in one relay step")] = 2_000
-    consumer_batch_max: Annotated[Count, Meta(description="most messages in one consumer step")] = 5_000
+    consumer_batch_max: Annotated[Count, Meta(description="most messages in one consumer step")] = 20_000
     purge_rows_max: Annotated[Count, Meta(description="most rows removed in one purge step")] = 5_000
 
     def __post_init__(self) -> None:

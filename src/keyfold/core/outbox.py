@@ -1,6 +1,7 @@
 """The outbox: a change and its message commit together; the relay publishes it afterwards."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from keyfold.core.errors import BadInput
 from keyfold.core.store import Transaction
@@ -20,9 +21,8 @@ def put(tx: Transaction, topics: Topics, topic: str, messages: Sequence[Message]
     if not messages:
         return
     partitions = topics.partitions(topic)
-    for message in messages:
-        _must_fit(message, topics)
-    ordered = sorted(messages, key=lambda message: (message.key, message.kind, message.version))
+    _must_fit(messages, topics)
+    ordered = sorted(messages, key=attrgetter("key", "kind", "version"))
     columns: Columns = {
         "topic": [topic] * len(ordered),
         "key": [message.key for message in ordered],
@@ -39,10 +39,11 @@ def put(tx: Transaction, topics: Topics, topic: str, messages: Sequence[Message]
     tx.after_commit.append(lambda: topics.ring(f"pending/{topic}"))
 
 
-def _must_fit(message: Message, topics: Topics) -> None:
-    """Keys are short by nature; characters are counted as four bytes only where that could matter."""
+def _must_fit(messages: Sequence[Message], topics: Topics) -> None:
+    """Keys are short by nature: their bytes are counted only where they may be too many, at four a character."""
     key_max, payload_max = topics.limits.key_bytes_max, topics.limits.message_bytes_max
-    if len(message.key) * 4 > key_max and len(message.key.encode()) > key_max:
-        raise BadInput(f"the key {message.key[:50]!r}… is longer than {key_max} bytes")
-    if len(message.payload) > payload_max:
-        raise BadInput(f"the message of {message.key!r} has {len(message.payload)} bytes, {payload_max} are allowed")
+    for message in messages:
+        if len(message.key) * 4 > key_max and len(message.key.encode()) > key_max:
+            raise BadInput(f"the key {message.key[:50]!r}… is longer than {key_max} bytes")
+        if (size := len(message.payload)) > payload_max:
+            raise BadInput(f"the message of {message.key!r} has {size} bytes, {payload_max} are allowed")

@@ -13,17 +13,20 @@ from keyfold.counters.keys import owner_of
 from keyfold.counters.model import VALUE_MAX, Number, must_be_value
 
 _MARK = "__keyfold_handlers__"
+_WHOLE_MIN, _WHOLE_MAX = -int(VALUE_MAX), int(VALUE_MAX)  # a whole number is compared quicker with its like
+_CHECKED_FROM = Kind.FIXED32  # kinds that take only some of the finite numbers
 
 
-class Event:
+def _is_number(value: object) -> bool:
+    return isinstance(value, float | int) and -VALUE_MAX <= value <= VALUE_MAX
+
+
+class Event(Struct, eq=False):
     """One event of a log, as a handler sees it: what every event has, and its own fields by name."""
 
-    __slots__ = ("fields", "id", "time")
-
-    def __init__(self, id: str, time: int, fields: Mapping[str, Any]) -> None:
-        self.id = id
-        self.time = time
-        self.fields = fields
+    id: str
+    time: int
+    fields: Mapping[str, Any]
 
     def __getitem__(self, name: str) -> Any:
         try:
@@ -75,24 +78,25 @@ class Updates:
     What cannot be kept is refused here, with the whole event: an event counts whole or not at all.
     """
 
-    __slots__ = ("_writable", "is_owned", "rows")
+    __slots__ = ("_counters", "_writable", "is_owned", "rows")
 
-    def __init__(self, writable: Writable) -> None:
+    def __init__(self, writable: Writable, rows: list[Update] | None = None) -> None:
         self._writable = writable
-        self.rows: list[Update] = []
+        self._counters = writable.counters
+        self.rows: list[Update] = [] if rows is None else rows
         self.is_owned = False
 
     def one(self, counter: int | str, key: int, value: Number = 1, owner: str | int | None = None) -> None:
         """One key."""
-        described = self._writable.counters.get(counter)
+        described = self._counters.get(counter)
         if described is None:
             raise self._writable.why_not(counter)
         # This is called for every update: what is usual passes by comparisons alone.
         if type(key) is not int or not 0 <= key <= UINT64_MAX:
             raise ValueWrong(f"the key {key!r:.50} of {described.name} is not an unsigned 64-bit number")
-        if not isinstance(value, float | int) or not -VALUE_MAX <= value <= VALUE_MAX:
+        if (type(value) is not int or not _WHOLE_MIN <= value <= _WHOLE_MAX) and not _is_number(value):
             raise ValueWrong(f"{described.name} takes finite numbers up to {VALUE_MAX:g}, not {value!r:.50}")
-        if described.kind >= Kind.FIXED32:
+        if described.kind >= _CHECKED_FROM:
             must_be_value(described, value)
         self.rows.append((described, key, value, 0 if owner is None else self._owner(described, owner)))
 

@@ -2,7 +2,7 @@
 
 import zlib
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -14,9 +14,12 @@ from keyfold.counters.errors import UpdateRefused
 from keyfold.profiles.handlers import Event, Handler, Update, Updates, Writable
 
 ProfileKey = tuple[str, str]  # type, id
+EventKey = tuple[str, str]  # log, event id
+Arrived = tuple[int, str, Event]  # its number in the batch, its log, the event
 EVENT_ID_MAX = 200
 PROFILE_ID_BYTES_MAX = 400
 UPDATES_MAX = 1_000
+_SURELY_FITS = PROFILE_ID_BYTES_MAX // 4  # characters, of four bytes at most
 
 Status = Literal["counted", "duplicate", "conflict", "late", "refused"]
 
@@ -27,17 +30,6 @@ class Verdict(Struct, frozen=True, gc=False):
     event_id: str
     status: Status
     reason: str = ""
-
-
-class Ready(Struct, frozen=True, gc=False):
-    """An event that its handlers have read: which profiles it changes, and how."""
-
-    log: str
-    event_id: str
-    time: int
-    changes: list[tuple[ProfileKey, list[Update]]]
-    fields: Mapping[str, Any]
-    is_owned: bool
 
 
 class Row(Struct, frozen=True, gc=False):
@@ -78,58 +70,146 @@ def event_of(fields: Mapping[str, Any]) -> Event:
     event_id, time = fields.get("event_id"), fields.get("time")
     if not isinstance(event_id, str) or not 1 <= len(event_id) <= EVENT_ID_MAX or "\0" in event_id:
         raise BadInput(f"event_id must be text of 1 to {EVENT_ID_MAX} characters without NUL", place="event_id")
-    if not isinstance(time, int) or isinstance(time, bool):
+    if type(time) is not int:
         raise BadInput("time must be whole unix seconds", place="time")
     return Event(event_id, time, fields)
 
 
 def profile_id_of(given: Any, place: str = "profile_id") -> str:
     """An id as it is stored: text, or a 64-bit number written as text."""
+    if type(given) is str and 0 < len(given) <= _SURELY_FITS and "\0" not in given:
+        return given
     if isinstance(given, int) and not isinstance(given, bool):
         if not -(2**63) <= given < 2**64:
             raise BadInput("a number must fit in 64 bits", place=place)
         return str(given)
-    if not isinstance(given, str) or not given or "\0" in given or not _fits(given):
+    if (
+        not isinstance(given, str)
+        or not given
+        or "\0" in given
+        or len(given.encode(errors="replace")) > PROFILE_ID_BYTES_MAX
+    ):
         raise BadInput(f"an id must be a 64-bit number, or text of 1 to {PROFILE_ID_BYTES_MAX} bytes", place=place)
     return given
 
 
-def _fits(text: str) -> bool:
-    """Whether it is short enough, counting bytes only where that could matter."""
-    return len(text) * 4 <= PROFILE_ID_BYTES_MAX or len(text.encode(errors="replace")) <= PROFILE_ID_BYTES_MAX
+class Asked:
+    """What handlers ask for: the updates of all events in one list, and of each run of them the event and the profile.
+
+    A run is what one handler asks for because of one event. Millions of events pass here, so that an event has no
+    object of its own for it.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Arrived] = []  # that count whole, with updates or without
+        self.updates: list[Update] = []
+        self.is_owned = False  # whether an update may have an owner
+        self.profiles: list[ProfileKey] = []  # each once
+        self.event: list[int] = []  # of each run, the place of its event
+        self.profile: list[int] = []  # and the place of its profile
+        self.size: list[int] = []
+
+    def runs(self) -> Iterator[tuple[int, ProfileKey, list[Update]]]:
+        end = 0
+        for at, profile, size in zip(self.event, self.profile, self.size, strict=True):
+            begin, end = end, end + size
+            yield at, self.profiles[profile], self.updates[begin:end]
+
+    def rows(self) -> Iterator[Row]:
+        """The updates one by one, numbered within their event."""
+        number, before = 0, -1
+        for at, profile, updates in self.runs():
+            _, log, event = self.events[at]
+            number = number if at == before else 0
+            before = at
+            for counter, key, value, owner in updates:
+                yield Row(profile, counter, key, value, event.time, owner, event.id, log, number)
+                number += 1
+
+    def without(self, refused: Container[EventKey]) -> "Asked":
+        """The same without some events."""
+        left = Asked()
+        left.is_owned, left.profiles = self.is_owned, self.profiles
+        places: dict[int, int] = {}
+        for at, (number, log, event) in enumerate(self.events):
+            if (log, event.id) not in refused:
+                places[at] = len(left.events)
+                left.events.append((number, log, event))
+        for profile, (at, _, updates) in zip(self.profile, self.runs(), strict=True):
+            if at in places:
+                left.event.append(places[at])
+                left.profile.append(profile)
+                left.size.append(len(updates))
+                left.updates += updates
+        return left
+
+    def cut(self, runs: int, updates: int) -> None:
+        """Back to so many runs and updates."""
+        del self.event[runs:], self.profile[runs:], self.size[runs:], self.updates[updates:]
 
 
-def ready(writing: Sequence[tuple[Handler, Writable]], log: str, event: Event) -> Ready:
-    """Let the handlers of a log read an event; what they ask for is checked, so that it counts whole or not at all."""
-    changes: list[tuple[ProfileKey, list[Update]]] = []
-    count, is_owned = 0, False
-    for each, writable in writing:
-        updates = Updates(writable)
+class _Places(dict[Any, int]):
+    """Where the profiles of a type stand among all that are asked for, by what events give as their id.
+
+    Text only: among numbers, True would be taken for 1.
+    """
+
+    def __init__(self, profiles: list[ProfileKey], profile_type: str) -> None:
+        self._profiles = profiles
+        self._type = profile_type
+
+    def of(self, given: Any, field: str) -> int:
+        profile_id = profile_id_of(given, field)
+        place = self.get(profile_id)
+        if place is None:
+            place = self[profile_id] = len(self._profiles)
+            self._profiles.append((self._type, profile_id))
+        return place
+
+
+def ask(
+    writing: Mapping[str, Sequence[tuple[Handler, Writable]]], arrived: Sequence[Arrived]
+) -> tuple[Asked, dict[EventKey, str]]:
+    """Let the handlers read events; what they ask for is checked, so that an event counts whole or not at all."""
+    asked, refused = Asked(), dict[EventKey, str]()
+    types = {each.profile_type for own in writing.values() for each, _ in own}
+    places = {each: _Places(asked.profiles, each) for each in types}
+    writers = {
+        log: [
+            (each, each.handle, Updates(writable, asked.updates), places[each.profile_type]) for each, writable in own
+        ]
+        for log, own in writing.items()
+    }
+    rows, sizes, number = asked.updates, asked.size, 0
+    add_event, add_profile, add_size = asked.event.append, asked.profile.append, asked.size.append
+    for one in arrived:
+        _, log, event = one
+        runs, begin = len(sizes), len(rows)
+        end = begin
         try:
-            each.handle(event, updates)
-        except KeyfoldError:
-            raise
+            for each, handle, updates, known in writers.get(log, ()):
+                handle(event, updates)
+                if size := len(rows) - end:
+                    given = event.fields.get(each.id_field)
+                    place = known.get(given) if type(given) is str else None
+                    add_profile(known.of(given, each.id_field) if place is None else place)
+                    add_event(number)
+                    add_size(size)
+                    end += size
+            if end - begin > UPDATES_MAX:
+                raise UpdateRefused(f"the event makes {end - begin} updates, {UPDATES_MAX} are allowed")
         except Exception as error:
-            name = each.handle.__name__
-            raise UpdateRefused(f"the handler {name} failed: {type(error).__name__}: {error}") from error
-        if not updates.rows:
+            asked.cut(runs, begin)
+            refused[log, event.id] = str(error if isinstance(error, KeyfoldError) else _failed(each, error))
             continue
-        profile = (each.profile_type, profile_id_of(event.fields.get(each.id_field), each.id_field))
-        changes.append((profile, updates.rows))
-        count += len(updates.rows)
-        is_owned |= updates.is_owned
-    if count > UPDATES_MAX:
-        raise UpdateRefused(f"the event makes {count} updates, {UPDATES_MAX} are allowed")
-    return Ready(log, event.id, event.time, changes, event.fields, is_owned)
+        asked.events.append(one)
+        number += 1
+    asked.is_owned = any(updates.is_owned for own in writers.values() for _, _, updates, _ in own)
+    return asked, refused
 
 
-def rows_of(event: Ready) -> Iterator[Row]:
-    """The updates of an event, one by one."""
-    number = 0
-    for profile, updates in event.changes:
-        for counter, key, value, owner in updates:
-            yield Row(profile, counter, key, value, event.time, owner, event.event_id, event.log, number)
-            number += 1
+def _failed(one: Handler, error: Exception) -> KeyfoldError:
+    return UpdateRefused(f"the handler {one.handle.__name__} failed: {type(error).__name__}: {error}")
 
 
 def fingerprint(fields: Mapping[str, Any]) -> int:

@@ -16,7 +16,7 @@ from keyfold.core.topics.topic import Record
 from keyfold.profiles.handlers import Event
 from keyfold.profiles.model import ProfileKey, event_of
 from keyfold.profiles.service import sweeping, weighing
-from keyfold.profiles.service.counting import count_events
+from keyfold.profiles.service.counting import not_counted
 from keyfold.profiles.service.folding import warm
 from keyfold.profiles.service.product import Product, opened
 from keyfold.profiles.service.segments import apply_segments
@@ -51,10 +51,18 @@ def _log_consumer(product: Product, log: str) -> Consumer:
         return apply_events(tx, product, log, records, marked=marked)
 
     # The fold does not mind the order of events, so nothing needs to wait behind a poison message.
-    return Consumer(name=consumer_name(log), topic=product.topic_of(log), apply=apply, ordered=False, replayable=marked)
+    return Consumer(
+        name=consumer_name(log),
+        topic=product.topic_of(log),
+        apply=apply,
+        ordered=False,
+        replayable=marked,
+        payload_only=True,
+    )
 
 
 _decoded = msgspec.json.Decoder(dict[str, Any]).decode
+UNREADABLE = (KeyfoldError, msgspec.DecodeError, UnicodeError, RecursionError)
 
 
 def apply_events(
@@ -62,19 +70,28 @@ def apply_events(
 ) -> list[Refusal]:
     """Count the events of a log; those that cannot be counted are returned with the reason."""
     refused: list[Refusal] = []
+    try:
+        events = [(log, event_of(_decoded(record.message.payload))) for record in records]
+    except UNREADABLE:
+        events, records, refused = _readable(log, records)
+    for number, verdict in sorted(not_counted(tx, product, events, marked=marked).items()):
+        if verdict.status != "duplicate":
+            refused.append(Refusal(records[number], f"{verdict.status}: {verdict.reason}"))
+    return refused
+
+
+def _readable(log: str, records: Sequence[Record]) -> tuple[list[tuple[str, Event]], list[Record], list[Refusal]]:
+    """The events that can be read, their records, and why the others cannot."""
     events: list[tuple[str, Event]] = []
     read: list[Record] = []
+    refused: list[Refusal] = []
     for record in records:
         try:
             events.append((log, event_of(_decoded(record.message.payload))))
             read.append(record)
-        except (KeyfoldError, msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        except UNREADABLE as error:
             refused.append(Refusal(record, f"{type(error).__name__}: {error}"))
-    verdicts = count_events(tx, product, events, marked=marked)
-    for record, verdict in zip(read, verdicts, strict=True):
-        if verdict.status in ("refused", "conflict", "late"):
-            refused.append(Refusal(record, f"{verdict.status}: {verdict.reason}"))
-    return refused
+    return events, read, refused
 
 
 def loops(context: Context) -> list[Loop]:

@@ -5,6 +5,7 @@ writers on PostgreSQL), aggregating keeps one key from standing twice in a state
 """
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -55,11 +56,18 @@ def in_key_order(columns: Columns, key: Sequence[str]) -> dict[str, list[Any]]:
     """The rows sorted by key; a key that stands twice is a mistake of the caller."""
     names = [*key, *(name for name in columns if name not in key)]
     keys = list(_rows(columns, key))
+    if _ascend(keys):
+        return {name: list(columns[name]) for name in names}
     order = sorted(range(len(keys)), key=keys.__getitem__)
-    for earlier, later in itertools.pairwise(order):
-        if keys[earlier] == keys[later]:
-            raise ValueError(f"the key {keys[later]!r} stands twice in one batch")
+    ordered = [keys[index] for index in order]
+    if not _ascend(ordered):
+        twice = next(later for earlier, later in itertools.pairwise(ordered) if earlier == later)
+        raise ValueError(f"the key {twice!r} stands twice in one batch")
     return {name: [columns[name][index] for index in order] for name in names}
+
+
+def _ascend(keys: Sequence[Row]) -> bool:
+    return all(map(operator.lt, keys, itertools.islice(keys, 1, None)))
 
 
 def stored(table: sa.Table, columns: Columns) -> list[Sequence[Any]]:
@@ -70,7 +78,7 @@ def stored(table: sa.Table, columns: Columns) -> list[Sequence[Any]]:
         if isinstance(kind, UInt64):
             ready.append([None if value is None else value - SIGN_BIT for value in values])
             continue
-        if isinstance(kind, sa.Text) and any(value is not None and "\0" in value for value in values):
+        if isinstance(kind, sa.Text) and "\0" in "".join(filter(None, values)):
             raise DataRefused(f"{table.name}.{name} cannot hold a NUL character")
         ready.append(values)
     return ready

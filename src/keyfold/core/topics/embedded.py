@@ -7,9 +7,12 @@ import sqlalchemy as sa
 from keyfold.core.errors import OffsetGone, TopicChanged
 from keyfold.core.store import Store, Transaction
 from keyfold.core.tables import MESSAGES, PROGRESS, TOPICS
-from keyfold.core.topics.topic import Bounds, Message, Record
+from keyfold.core.topics.topic import Bounds, Message, PayloadOnly, Record
 
 POLL_SECONDS = 0.02
+# A fetch reads page by page and ends after so many bytes: what it holds in memory is bounded, however many it may take.
+PAGE_COUNT = 2_000
+FETCH_BYTES_MAX = 32 * 1024 * 1024
 
 
 def relay_job(topic: str) -> str:
@@ -20,10 +23,11 @@ def relay_job(topic: str) -> str:
 class EmbeddedTopic:
     """A `Source` over the store. Positions are gapless and in commit order per key: the relay alone sets them."""
 
-    def __init__(self, store: Store, name: str, partitions: int) -> None:
+    def __init__(self, store: Store, name: str, partitions: int, *, payload_only: bool = False) -> None:
         self._store = store
         self.name = name
         self.partitions = partitions
+        self._published = published_payloads if payload_only else published
 
     def identity(self) -> str:
         made = sa.select(TOPICS.c.made_at_us).where(TOPICS.c.topic == self.name)
@@ -35,7 +39,7 @@ class EmbeddedTopic:
     def fetch(self, partition: int, position: int, count_max: int, wait_seconds: float) -> list[Record]:
         deadline = time.monotonic() + wait_seconds
         while True:
-            records = self._store.read(lambda tx: published(tx, self.name, partition, position, count_max))
+            records = self._store.read(lambda tx: self._read(tx, partition, position, count_max))
             if records and records[0].position == position:
                 return records
             if records or position > 0:
@@ -49,6 +53,19 @@ class EmbeddedTopic:
 
     def close(self) -> None:
         """Nothing is held between calls."""
+
+    def _read(self, tx: Transaction, partition: int, position: int, count_max: int) -> list[Record]:
+        records: list[Record] = []
+        bytes_left = FETCH_BYTES_MAX
+        while bytes_left > 0 and (count := min(PAGE_COUNT, count_max - len(records))) > 0:
+            page = self._published(tx, self.name, partition, position + len(records), count)
+            if records and page and page[0].position != records[-1].position + 1:
+                break  # purged since the page before was read
+            records += page
+            if len(page) < count:
+                break
+            bytes_left -= sum([len(record.message.payload) for record in page])
+        return records
 
     def _must_be_inside(self, partition: int, position: int) -> None:
         inside = self.bounds(partition)
@@ -88,6 +105,23 @@ def published(tx: Transaction, topic: str, partition: int, position: int, count_
     ]
 
 
+def published_payloads(tx: Transaction, topic: str, partition: int, position: int, count_max: int) -> list[Record]:
+    """The same without what only those read who need it: half the cost of reading small messages."""
+    sql = _published_sql("?" if tx.is_sqlite else "%s", "position, payload")
+    rows = tx.rows(sql, (topic, partition, position, count_max))
+    return [Record(partition, at, PayloadOnly(payload=payload)) for at, payload in rows]
+
+
+def whole(tx: Transaction, topic: str, record: Record) -> Record:
+    """A record with all of its message."""
+    if not isinstance(record.message, PayloadOnly):
+        return record
+    found = published(tx, topic, record.partition, record.position, 1)
+    if not found or found[0].position != record.position:
+        raise OffsetGone(f"position {record.position} was purged", place=f"{topic}/{record.partition}")
+    return found[0]
+
+
 def position_at(tx: Transaction, topic: str, partition: int, time_us: int) -> int:
     """Publication times grow with positions, so a binary search finds the place without an index of times."""
     inside = bounds(tx, topic, partition)
@@ -116,9 +150,12 @@ def message_of(row: sa.Row[tuple[object, ...]]) -> Message:
 _HERE = (MESSAGES.c.topic == sa.bindparam("t"), MESSAGES.c.partition == sa.bindparam("p"))
 
 
-def _published_sql(mark: str) -> str:
+_WHOLE = "position, key, version, event_time_us, schema_name, payload, kind"
+
+
+def _published_sql(mark: str, wanted: str = _WHOLE) -> str:
     return (
-        "SELECT position, key, version, event_time_us, schema_name, payload, kind FROM messages"
+        f"SELECT {wanted} FROM messages"
         f" WHERE topic = {mark} AND partition = {mark} AND position IS NOT NULL AND position >= {mark}"
         f" ORDER BY position LIMIT {mark}"
     )

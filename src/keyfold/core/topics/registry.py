@@ -60,11 +60,11 @@ class Topics:
         for event in self._listening.get(what, ()):
             event.set()
 
-    def source(self, name: str) -> Source:
-        """A reader of the topic, for one thread."""
+    def source(self, name: str, *, payload_only: bool = False) -> Source:
+        """A reader of the topic, for one thread; with `payload_only` it may leave the rest of a message unread."""
         partitions = self.partitions(name)
         if self.embedded:
-            return EmbeddedTopic(self._store, name, partitions)
+            return EmbeddedTopic(self._store, name, partitions, payload_only=payload_only)
         from keyfold.core.topics.kafka import KafkaSource
 
         opened = KafkaSource(self._settings.kafka, name, partitions, self._settings.kafka_options)

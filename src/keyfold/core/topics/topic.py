@@ -29,6 +29,15 @@ class Message(Struct, frozen=True, kw_only=True, gc=False):
     route: str | None = None  # what the partition is chosen by, where it is not the key itself
 
 
+class PayloadOnly(Message, frozen=True, kw_only=True, gc=False):
+    """A message of which nothing but the payload was read, because its reader needs nothing else."""
+
+    key: str = ""
+    version: int = 0
+    event_time_us: int = 0
+    schema: str = ""
+
+
 class Record(Struct, frozen=True, gc=False):
     """A message at its place in a topic."""
 

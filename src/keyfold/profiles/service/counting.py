@@ -5,93 +5,95 @@ call over the whole batch. An event counts whole or not at all: where one of its
 is refused and the batch is folded again without it.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from keyfold.core.errors import KeyfoldError, TooLarge
+from keyfold.core.errors import TooLarge
 from keyfold.core.store import Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import delete, insert_new, load
 from keyfold.counters.errors import TimeWrong
-from keyfold.counters.model import must_be_time
+from keyfold.counters.model import TIME_MAX, must_be_time
 from keyfold.profiles import metrics
 from keyfold.profiles.handlers import Event
-from keyfold.profiles.model import ProfileKey, Ready, Verdict, fingerprint, ready
+from keyfold.profiles.model import Arrived, Asked, EventKey, ProfileKey, Verdict, ask, fingerprint
 from keyfold.profiles.service.folding import Plan, planned
 from keyfold.profiles.service.holding import held_before, move_held
 from keyfold.profiles.service.product import Product
-from keyfold.profiles.service.storing import Stored, loaded, publish, raise_versions, save
+from keyfold.profiles.service.storing import COUNTED, Stored, loaded, publish, raise_versions, save
 from keyfold.profiles.tables import EVENT_MARKS, EVENT_WATERMARKS
 
 # What one transaction folds; a larger batch is halved by whoever gathered it.
 BATCH_UPDATES_MAX = 200_000
-
-EventKey = tuple[str, str]  # log, event id
-Arrived = tuple[int, str, Event]  # its number in the batch, its log, the event
-Fresh = list[tuple[int, Ready]]
 
 
 def count_events(
     tx: Transaction, product: Product, log_events: Sequence[tuple[str, Event]], *, marked: bool
 ) -> list[Verdict]:
     """Count events of logs, each once; with `marked` an event's id is remembered, else its position vouches for it."""
-    verdicts: list[Verdict | None] = [None] * len(log_events)
+    others = not_counted(tx, product, log_events, marked=marked)
+    return [others.get(number) or Verdict(event.id, "counted") for number, (_, event) in enumerate(log_events)]
+
+
+def not_counted(
+    tx: Transaction, product: Product, log_events: Sequence[tuple[str, Event]], *, marked: bool
+) -> dict[int, Verdict]:
+    """Count events as `count_events` does; returns only what became of the others, by their place."""
+    verdicts: dict[int, Verdict] = {}
     arrived = _in_time(tx, _dated(product, log_events, tx.now_us, verdicts), verdicts, marked=marked)
     repeats: list[Arrived] = []
     if marked:
         arrived, repeats = _unmarked(tx, arrived, verdicts)
-    refused: dict[EventKey, str] = {}
-    fresh = _readied(product, arrived, refused)
-    fresh = _fold_all(tx, product, fresh, refused)
-    for number, one in fresh:
-        verdicts[number] = Verdict(one.event_id, "counted")
-    for number, log, event in (*arrived, *repeats):
-        if (log, event.id) in refused and (verdicts[number] is None or marked):
-            verdicts[number] = Verdict(event.id, "refused", refused[log, event.id])
-    # Not the marks of what had waited before: that was counted, and waits on.
-    unmarked = [(log, event.id) for _, log, event in arrived if (log, event.id) in refused] if marked else []
-    delete(tx, EVENT_MARKS, {"log": [log for log, _ in unmarked], "event_id": [each for _, each in unmarked]})
-    done = [verdict for verdict in verdicts if verdict is not None]
-    _count_verdicts(tx, log_events, done)
-    return done
+    asked, refused = _asked(product, arrived)
+    asked = _fold_all(tx, product, asked, refused)
+    if refused:
+        counted = {number for number, _, _ in asked.events}
+        for number, log, event in (*arrived, *repeats):
+            if number not in counted and (log, event.id) in refused:
+                verdicts[number] = Verdict(event.id, "refused", refused[log, event.id])
+        if marked:
+            # Not the marks of what had waited before: that was counted, and waits on.
+            _unmark(tx, [(log, event.id) for _, log, event in arrived if (log, event.id) in refused])
+    _count_verdicts(tx, log_events, verdicts)
+    return verdicts
 
 
 def _dated(
-    product: Product, log_events: Sequence[tuple[str, Event]], now_us: int, verdicts: list[Verdict | None]
+    product: Product, log_events: Sequence[tuple[str, Event]], now_us: int, verdicts: dict[int, Verdict]
 ) -> list[Arrived]:
     """Refuse times that cannot be kept."""
-    arrived: list[Arrived] = []
     now, future = now_us // 1_000_000, product.settings.future_seconds_max
-    for number, (log, event) in enumerate(log_events):
+    arrived = [(number, log, event) for number, (log, event) in enumerate(log_events)]
+    latest = min(TIME_MAX, now + future)
+    wrong = [each for each in arrived if not 1 <= each[2].time <= latest]
+    for number, _, event in wrong:
         try:
             must_be_time(event.time, now, future)
-            arrived.append((number, log, event))
         except TimeWrong as error:
             verdicts[number] = Verdict(event.id, "refused", str(error))
-    return arrived
+    return [each for each in arrived if each[0] not in verdicts] if wrong else arrived
 
 
-def _in_time(
-    tx: Transaction, arrived: Sequence[Arrived], verdicts: list[Verdict | None], *, marked: bool
-) -> list[Arrived]:
+def _in_time(tx: Transaction, arrived: list[Arrived], verdicts: dict[int, Verdict], *, marked: bool) -> list[Arrived]:
     """Leave out what is older than its log's watermark: its mark may be gone, so it cannot be told from a repeat."""
     logs = sorted({log for _, log, _ in arrived})
     edges = {log: time for (log,), (time,) in load(tx, EVENT_WATERMARKS, {"log": logs}, ("time",)).items()}
-    late = [each for each in arrived if each[2].time < edges.get(each[1], 0)]
+    late = [each for each in arrived if each[2].time < edges.get(each[1], 0)] if edges else []
     if not late:
-        return list(arrived)
+        return arrived
     known = _marks(tx, [(log, event.id) for _, log, event in late]) if marked else {}
     for number, log, event in late:
         if (log, event.id) in known:
             verdicts[number] = _repeat(event, known[log, event.id], fingerprint(event.fields))
         else:
             verdicts[number] = Verdict(event.id, "late", f"its time {event.time} lies before {edges[log]}")
-    return [each for each in arrived if verdicts[each[0]] is None]
+    return [each for each in arrived if each[0] not in verdicts]
 
 
 def _unmarked(
-    tx: Transaction, arrived: Sequence[Arrived], verdicts: list[Verdict | None]
+    tx: Transaction, arrived: Sequence[Arrived], verdicts: dict[int, Verdict]
 ) -> tuple[list[Arrived], list[Arrived]]:
     """Mark events; returns those that are new, and those that repeat one of them within this batch.
 
@@ -136,33 +138,31 @@ def _repeat(event: Event, counted: int, mark: int) -> Verdict:
     return Verdict(event.id, "conflict", "this id was counted with other content")
 
 
-def _readied(product: Product, arrived: Sequence[Arrived], refused: dict[EventKey, str]) -> Fresh:
-    """Let the handlers read the events that are new."""
-    fresh: Fresh = []
-    for number, log, event in arrived:
-        try:
-            fresh.append((number, ready(product.writing.get(log, ()), log, event)))
-        except KeyfoldError as error:
-            refused[log, event.id] = str(error)
-    updates = sum(len(changed) for _, one in fresh for _, changed in one.changes)
+def _unmark(tx: Transaction, keys: Sequence[EventKey]) -> None:
+    delete(tx, EVENT_MARKS, {"log": [log for log, _ in keys], "event_id": [event_id for _, event_id in keys]})
+
+
+def _asked(product: Product, arrived: Sequence[Arrived]) -> tuple[Asked, dict[EventKey, str]]:
+    """Let the handlers read the events that are new; and why some are refused."""
+    asked, refused = ask(product.writing, arrived)
+    updates = len(asked.updates)
     if updates > BATCH_UPDATES_MAX and len(arrived) > 1:
         raise TooLarge(f"{updates} updates in one batch, {BATCH_UPDATES_MAX} are allowed", hint="Send fewer events")
-    return fresh
+    return asked, refused
 
 
-def _fold_all(tx: Transaction, product: Product, fresh: Fresh, refused: dict[EventKey, str]) -> Fresh:
+def _fold_all(tx: Transaction, product: Product, asked: Asked, refused: dict[EventKey, str]) -> Asked:
     """Fold and write; what cannot be kept is left out, and the rest folded again without it. Returns what counted."""
-    keys = sorted({profile for _, one in fresh for profile, _ in one.changes})
-    stored = loaded(tx, keys)
-    held = held_before(tx, product, [one for _, one in fresh], stored)
-    while (plan := planned(product, [one for _, one in fresh], stored, held, tx.now_us)).refused:
+    stored = loaded(tx, sorted(asked.profiles))
+    held = held_before(tx, product, asked, stored)
+    while (plan := planned(product, asked, stored, held, tx.now_us)).refused:
         refused |= {key: str(error) for key, error in plan.refused.items()}
-        fresh = [(number, one) for number, one in fresh if (one.log, one.event_id) not in refused]
+        asked = asked.without(refused)
         # What had waited before and cannot be kept now waits on, and is not looked at in this batch.
         held = {place: [h for h in here if (h.log, h.event_id) not in refused] for place, here in held.items()}
-    product.pin(tx, {counter for _, one in fresh for _, changed in one.changes for counter, _, _, _ in changed})
+    product.pin(tx, {counter.id for counter, _, _, _ in asked.updates})
     _write(tx, product, stored, plan)
-    return fresh
+    return asked
 
 
 def _write(tx: Transaction, product: Product, stored: Mapping[ProfileKey, Stored], plan: Plan) -> None:
@@ -172,13 +172,14 @@ def _write(tx: Transaction, product: Product, stored: Mapping[ProfileKey, Stored
         changed[profile] = stored[profile]
         changed[profile].held_until_us = max(held_until_us, changed[profile].held_until_us)
     public: list[ProfileKey] = []
+    expires_at: list[int] = plan.folded.expires_at.tolist()
     for index in np.flatnonzero(plan.folded.changed).tolist():
         key = plan.profiles[index]
         row = changed[key] = stored[key]
-        row.body, row.expires_at = plan.folded.bodies[index], int(plan.folded.expires_at[index])
+        row.body, row.expires_at = plan.folded.bodies[index], expires_at[index]
         public.append(key)
     raise_versions(tx, stored, public)
-    save(tx, changed)
+    save(tx, changed, COUNTED)
     move_held(tx, product, plan.settlement)
     if product.settings.publish:
         publish(tx, product, {key: stored[key] for key in public})
@@ -198,10 +199,11 @@ def _count_folds(product: Product, plan: Plan) -> None:
         metrics.LOST_WEIGHT.labels(name, "ExpireDays").inc(abs(to_expire_days))
 
 
-def _count_verdicts(tx: Transaction, log_events: Sequence[tuple[str, Event]], verdicts: Sequence[Verdict]) -> None:
-    counts: dict[tuple[str, str], int] = {}
-    for (log, _), verdict in zip(log_events, verdicts, strict=True):
-        counts[log, verdict.status] = counts.get((log, verdict.status), 0) + 1
+def _count_verdicts(tx: Transaction, log_events: Sequence[tuple[str, Event]], others: Mapping[int, Verdict]) -> None:
+    arrived = Counter([log for log, _ in log_events])
+    counts = Counter((log_events[at][0], verdict.status) for at, verdict in others.items())
+    for log, number in (arrived - Counter(log_events[at][0] for at in others)).items():
+        counts[log, "counted"] = number
 
     def count() -> None:
         for (log, status), number in counts.items():

@@ -1,15 +1,16 @@
 """A batch folded in memory: columns from what the handlers said, one call of the kernel, and what cannot be kept."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from keyfold.core.errors import KeyfoldError, SettingsWrong
 from keyfold.counters.bulk import Folded, Updates, fold, reading
 from keyfold.counters.catalog import Kind
 from keyfold.counters.errors import UpdateRefused
-from keyfold.profiles.model import Held, ProfileKey, Ready, Row, rows_of
+from keyfold.profiles.model import Asked, EventKey, Held, ProfileKey, Row
 from keyfold.profiles.service.holding import Place, Settlement, settlement
 from keyfold.profiles.service.product import Product
 from keyfold.profiles.service.storing import Stored
@@ -22,69 +23,65 @@ class Plan(Struct):
     folded: Folded
     settlement: Settlement
     updates: int
-    refused: dict[tuple[str, str], KeyfoldError]  # events that cannot be kept, by log and id
+    refused: dict[EventKey, KeyfoldError]  # events that cannot be kept
 
 
-class Batch:
-    """Updates in columns, as the kernel takes them."""
+def _columns(product: Product, asked: Asked) -> Updates:
+    """What was asked for, none of it owned, as the kernel takes it."""
+    counters, keys, values, _ = zip(*asked.updates, strict=True) if asked.updates else ((), (), (), ())
+    size = np.array(asked.size, np.int64)
+    return _updates(
+        product,
+        profile=np.repeat(np.array(asked.profile, np.int64), size),
+        counter=[counter.id for counter in counters],
+        key=keys,
+        value=values,
+        time=np.repeat(np.array([asked.events[at][2].time for at in asked.event], np.int64), size),
+    )
 
-    def __init__(self, profiles: Iterable[ProfileKey]) -> None:
-        self._places = {key: index for index, key in enumerate(profiles)}
-        self.profile: list[int] = []
-        self.counter: list[int] = []
-        self.key: list[int] = []
-        self.value: list[float | int] = []
-        self.time: list[int] = []
-        self._is_exact = False
 
-    def add_events(self, events: Iterable[Ready]) -> None:
-        """The updates of events none of which is owned."""
-        places, profile, counter = self._places, self.profile.append, self.counter.append
-        key, value, time = self.key.append, self.value.append, self.time.append
-        for event in events:
-            for changed, updates in event.changes:
-                place = places[changed]
-                for described, at, amount, _ in updates:
-                    profile(place)
-                    counter(described.id)
-                    key(at)
-                    value(amount)
-                    time(event.time)
-                    self._is_exact |= described.kind is Kind.FIXED64
+def _columns_of(product: Product, profiles: Sequence[ProfileKey], rows: Sequence[Row]) -> Updates:
+    places = {key: index for index, key in enumerate(profiles)}
+    return _updates(
+        product,
+        profile=np.array([places[row.profile] for row in rows], np.int64),
+        counter=[row.counter.id for row in rows],
+        key=[row.key for row in rows],
+        value=[row.value for row in rows],
+        time=np.array([row.time for row in rows], np.int64),
+    )
 
-    def add_rows(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            self.profile.append(self._places[row.profile])
-            self.counter.append(row.counter.id)
-            self.key.append(row.key)
-            self.value.append(row.value)
-            self.time.append(row.time)
-            self._is_exact |= row.counter.kind is Kind.FIXED64
 
-    def folded(self, product: Product, bodies: Sequence[bytes], now: int) -> Folded:
-        exact = product.catalog.counters
-        counts = (
-            [int(v) if exact[c].kind is Kind.FIXED64 else 0 for c, v in zip(self.counter, self.value, strict=True)]
-            if self._is_exact
-            else None
-        )
-        updates = Updates(
-            profile=np.array(self.profile, np.int64),
-            counter=np.array(self.counter, np.uint64),
-            key=np.array(self.key, np.uint64),
-            value=np.array(self.value, np.float64),
-            time=np.array(self.time, np.int64),
-            count=None if counts is None else np.array(counts, np.uint64),
-        )
-        return fold(
-            product.catalog,
-            bodies,
-            updates,
-            now=now,
-            future_seconds_max=2
-            ** 32,  # every time was judged when its event arrived; the clock may have gone back since
-            kernel=product.settings.kernel,
-        )
+def _updates(
+    product: Product,
+    *,
+    profile: NDArray[np.int64],
+    counter: Sequence[int],
+    key: Sequence[int],
+    value: Sequence[float | int],
+    time: NDArray[np.int64],
+) -> Updates:
+    exact = {each for each in set(counter) if product.catalog.counters[each].kind is Kind.FIXED64}
+    counts = [int(v) if c in exact else 0 for c, v in zip(counter, value, strict=True)] if exact else None
+    return Updates(
+        profile=profile,
+        counter=np.array(counter, np.uint64),
+        key=np.array(key, np.uint64),
+        value=np.array(value, np.float64),
+        time=time,
+        count=None if counts is None else np.array(counts, np.uint64),
+    )
+
+
+def _folded(product: Product, bodies: Sequence[bytes], updates: Updates, now: int) -> Folded:
+    return fold(
+        product.catalog,
+        bodies,
+        updates,
+        now=now,
+        future_seconds_max=2**32,  # every time was judged when its event arrived; the clock may have gone back since
+        kernel=product.settings.kernel,
+    )
 
 
 def warm(product: Product) -> None:
@@ -92,10 +89,9 @@ def warm(product: Product) -> None:
     counter = next((each for each in product.catalog.counters.values() if not each.no_operation), None)
     if counter is None:
         return
-    batch = Batch([("", "")])
-    batch.add_rows([Row(("", ""), counter, 1, 1, 1, 0, "", "", 0)])
+    nobody = ("", "")
     try:
-        batch.folded(product, [b""], 1)
+        _folded(product, [b""], _columns_of(product, [nobody], [Row(nobody, counter, 1, 1, 1, 0, "", "", 0)]), 1)
         reading.warm(product.catalog, kernel=product.settings.kernel)
     except ImportError:
         raise SettingsWrong(
@@ -105,28 +101,26 @@ def warm(product: Product) -> None:
 
 def planned(
     product: Product,
-    events: Sequence[Ready],
+    asked: Asked,
     stored: Mapping[ProfileKey, Stored],
     held: Mapping[Place, list[Held]],
     now_us: int,
 ) -> Plan:
     """Fold events into their profiles; where data is owned, settle first what is public."""
     now = now_us // 1_000_000
-    profiles, bodies = list(stored), [row.body for row in stored.values()]
-    batch = Batch(profiles)
+    profiles, bodies = asked.profiles, [stored[key].body for key in asked.profiles]
     settled = Settlement([], [], [], 0, {})
-    if held or any(event.is_owned for event in events):
-        rows = [row for event in events for row in rows_of(event)]
+    if held or asked.is_owned:
+        rows = list(asked.rows())
         settled = settlement(product, rows, stored, held, now_us)
-        batch.add_rows(row for row in rows if not row.owner)
-        batch.add_rows(settled.released)
+        updates = _columns_of(product, profiles, [*(row for row in rows if not row.owner), *settled.released])
     else:
-        batch.add_events(events)
-    folded = batch.folded(product, bodies, now)
-    plan = Plan(profiles, folded, settled, len(batch.profile), {})
+        updates = _columns(product, asked)
+    folded = _folded(product, bodies, updates, now)
+    plan = Plan(profiles, folded, settled, len(updates.profile), {})
     full = _full(product, bodies, folded)
     if folded.refused or folded.broken or full or settled.broken:
-        plan.refused = _refused(product, plan, bodies, [row for event in events for row in rows_of(event)], full, now)
+        plan.refused = _refused(product, plan, bodies, list(asked.rows()), full, now)
     return plan
 
 
@@ -140,9 +134,9 @@ def _full(product: Product, bodies: Sequence[bytes], folded: Folded) -> list[int
 
 def _refused(
     product: Product, plan: Plan, bodies: Sequence[bytes], rows: Sequence[Row], full: Sequence[int], now: int
-) -> dict[tuple[str, str], KeyfoldError]:
+) -> dict[EventKey, KeyfoldError]:
     """The events that cannot be kept: a sum that overflows, a stored body that is broken, a profile that is full."""
-    refused: dict[tuple[str, str], KeyfoldError] = {}
+    refused: dict[EventKey, KeyfoldError] = {}
     folded = [*(row for row in rows if not row.owner), *plan.settlement.released]
     for at, error in plan.folded.refused.items():
         refused.setdefault((folded[at].log, folded[at].event_id), error)
@@ -167,9 +161,8 @@ def _not_fitting(product: Product, profile: ProfileKey, body: bytes, own: Sequen
     fits, too_many = 0, len(own)
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
-        batch = Batch([profile])
-        batch.add_rows(own[:middle])
-        if len(batch.folded(product, [body], now).bodies[0]) <= max(product.settings.profile_bytes_max, len(body)):
+        folded = _folded(product, [body], _columns_of(product, [profile], own[:middle]), now)
+        if len(folded.bodies[0]) <= max(product.settings.profile_bytes_max, len(body)):
             fits = middle
         else:
             too_many = middle

@@ -13,7 +13,7 @@ from keyfold.counters.catalog import Kind
 from keyfold.counters.counters import Counters
 from keyfold.counters.errors import PackWrong
 from keyfold.profiles import metrics
-from keyfold.profiles.model import Held, ProfileKey, Ready, Row, settled
+from keyfold.profiles.model import Asked, Held, ProfileKey, Row, settled
 from keyfold.profiles.service.product import Product
 from keyfold.profiles.service.storing import Stored, keys_of
 from keyfold.profiles.tables import HELD_UPDATES
@@ -80,7 +80,7 @@ def several_owners(tx: Transaction, product: Product, merged: Sequence[Sequence[
 
 
 def held_before(
-    tx: Transaction, product: Product, events: Sequence[Ready], stored: Mapping[ProfileKey, Stored]
+    tx: Transaction, product: Product, asked: Asked, stored: Mapping[ProfileKey, Stored]
 ) -> dict[Place, list[Held]]:
     """What waits at the keys that this batch touches; only profiles that hold anything are looked at."""
     if not product.delayed:
@@ -89,8 +89,7 @@ def held_before(
     places = sorted(
         {
             (*profile, product.delayed[counter.id].id, key)
-            for event in events
-            for profile, updates in event.changes
+            for _, profile, updates in asked.runs()
             if stored[profile].held_until_us > now_us
             for counter, key, _, _ in updates
             if counter.id in product.delayed

@@ -1,6 +1,7 @@
 """The one message of a profile: what the API answers, what is published, what an export holds."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from keyfold.counters import wire
 from keyfold.counters.messages_pb2 import Profile, Segment
@@ -9,9 +10,12 @@ from keyfold.profiles.model import ProfileKey
 
 def whole(key: ProfileKey, body: bytes, segments: bytes, version: int) -> bytes:
     """A serialised Profile: its parts are stored as messages of the same type, so that they only need to be joined."""
-    return b"".join(
-        (wire.text_field(1, key[0]), wire.text_field(2, key[1]), body, segments, wire.number_field(6, version))
-    )
+    return b"".join((_type_field(key[0]), wire.text_field(2, key[1]), body, segments, wire.number_field(6, version)))
+
+
+@lru_cache(maxsize=64)
+def _type_field(profile_type: str) -> bytes:
+    return wire.text_field(1, profile_type)
 
 
 def segments_stored(segments: Sequence[tuple[str, int]]) -> bytes:

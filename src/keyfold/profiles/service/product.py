@@ -47,9 +47,9 @@ class Product:
     def knows_type(self, profile_type: str) -> bool:
         return self.is_set_up and profile_type in (*self.catalog.profile_types, self.settings.segments_type)
 
-    def pin(self, tx: Transaction, counters: Collection[Counter]) -> None:
+    def pin(self, tx: Transaction, counter_ids: Collection[int]) -> None:
         """Remember the kind of counters that are about to be stored, from the first time on."""
-        fresh = {counter.id: counter for counter in counters if counter.id not in self._pinned}
+        fresh = {each: self.catalog[each] for each in counter_ids if each not in self._pinned}
         for counter in list(fresh.values()):
             if counter.time_counter_id is not None:
                 fresh[counter.time_counter_id] = self.catalog[counter.time_counter_id]

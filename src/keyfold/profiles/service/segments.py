@@ -11,7 +11,7 @@ from keyfold.core.topics.topic import Record
 from keyfold.profiles.model import ProfileKey, profile_id_of
 from keyfold.profiles.service.message import segments_stored
 from keyfold.profiles.service.product import SEGMENT_ID_MAX, Product
-from keyfold.profiles.service.storing import Stored, loaded, publish, raise_versions, save
+from keyfold.profiles.service.storing import SEGMENTED, Stored, loaded, publish, raise_versions, save
 
 
 class Entry(Struct, frozen=True):
@@ -37,7 +37,7 @@ def apply_segments(tx: Transaction, product: Product, records: Sequence[Record])
     stored = loaded(tx, sorted(newest))
     changed = {key: row for key, row in stored.items() if _taken(row, newest[key], product.settings.segments_max)}
     raise_versions(tx, changed, list(changed))
-    save(tx, changed)
+    save(tx, changed, SEGMENTED)
     if product.settings.publish:
         publish(tx, product, changed)
 

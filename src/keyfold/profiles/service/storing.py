@@ -1,6 +1,7 @@
 """The rows of profiles: loaded for writing, saved, and published whole."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import sqlalchemy as sa
@@ -15,6 +16,8 @@ from keyfold.profiles.service.message import whole
 from keyfold.profiles.service.product import PROFILES_TOPIC, Product
 from keyfold.profiles.tables import PROFILE_FLOORS, PROFILES
 
+COUNTED = ("public_version", "body", "held_until_us", "expires_at")
+SEGMENTED = ("public_version", "segments", "segments_version")
 COLUMNS = ("version", "public_version", "body", "segments", "segments_version", "held_until_us", "expires_at")
 
 
@@ -45,10 +48,12 @@ def behind(profile: ProfileKey) -> sa.ColumnElement[bool]:
 def loaded(tx: Transaction, keys: Sequence[ProfileKey]) -> dict[ProfileKey, Stored]:
     """The rows for writing. SQLite has one writer, who holds the whole file; elsewhere the rows are locked in order."""
     found = (load if tx.is_sqlite else locking_load)(tx, PROFILES, keys_of(keys), COLUMNS)
-    stored = {key: Stored() for key in keys}
-    for (profile_type, profile_id), row in found.items():
-        stored[profile_type, profile_id] = Stored(row[0], row[1], bytes(row[2]), bytes(row[3]), *row[4:])
-    return stored
+    return {key: _stored(row) if (row := found.get(key)) else Stored() for key in keys}
+
+
+def _stored(row: tuple[Any, ...]) -> Stored:
+    version, public_version, body, segments, *rest = row
+    return Stored(version, public_version, bytes(body), bytes(segments), *rest)
 
 
 def raise_versions(tx: Transaction, stored: Mapping[ProfileKey, Stored], public: Sequence[ProfileKey]) -> None:
@@ -60,26 +65,22 @@ def raise_versions(tx: Transaction, stored: Mapping[ProfileKey, Stored], public:
         row.public_version = (row.public_version or floors.get((key[0],), (0,))[0]) + 1
 
 
-def save(tx: Transaction, changed: Mapping[ProfileKey, Stored]) -> None:
-    """Save rows that this transaction has loaded for writing; one that was made meanwhile is a lost race."""
-    known = [(key, row) for key, row in sorted(changed.items()) if row.version]
-    fresh = [(key, row) for key, row in sorted(changed.items()) if not row.version]
+def save(tx: Transaction, changed: Mapping[ProfileKey, Stored], columns: Sequence[str]) -> None:
+    """Save rows that this transaction has loaded for writing; one that was made meanwhile is a lost race.
+
+    `columns` are those that may have changed: a row that is there is left alone in the others.
+    """
+    known = {key: changed[key] for key in sorted(changed) if changed[key].version}
+    fresh = {key: changed[key] for key in sorted(changed) if not changed[key].version}
     if known:
-        update(tx, PROFILES, _columns(known))
+        update(tx, PROFILES, _columns(known, columns))
     if fresh:
-        compare_and_set(tx, PROFILES, {**_columns(fresh), "version": [0] * len(fresh)})
+        compare_and_set(tx, PROFILES, _columns(fresh, COLUMNS))
 
 
-def _columns(rows: Sequence[tuple[ProfileKey, Stored]]) -> dict[str, list[Any]]:
-    return {
-        **keys_of(key for key, _ in rows),
-        "public_version": [row.public_version for _, row in rows],
-        "body": [row.body for _, row in rows],
-        "segments": [row.segments for _, row in rows],
-        "segments_version": [row.segments_version for _, row in rows],
-        "held_until_us": [row.held_until_us for _, row in rows],
-        "expires_at": [row.expires_at for _, row in rows],
-    }
+def _columns(rows: Mapping[ProfileKey, Stored], names: Sequence[str]) -> dict[str, Sequence[Any]]:
+    values = zip(*map(attrgetter(*names), rows.values()), strict=True)
+    return {**keys_of(rows), **dict(zip(names, values, strict=True))}
 
 
 def publish(tx: Transaction, product: Product, profiles: Mapping[ProfileKey, Stored]) -> None:
