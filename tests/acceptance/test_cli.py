@@ -22,16 +22,16 @@ from keyfold.core import outbox
 from keyfold.core.access import client_of
 from keyfold.core.context import Context
 from keyfold.core.errors import BadInput, Unauthenticated
-from keyfold.core.part import named_tables
 from keyfold.core.relay import Relay
 from keyfold.core.settings import load
-from keyfold.core.store import Store, migrate
+from keyfold.core.store import Store
 from keyfold.core.tables import AUDIT, LEASES, MEMBERS, MESSAGES
 from keyfold.core.times import moment_us, span_seconds
 from keyfold.core.topics.topic import Message, partition_of
 from keyfold.counters.compile import EXAMPLE
 from keyfold.parts import PARTS, settings_of_parts
 from tests.servers.kafka import KafkaServer
+from tests.stores import made_ready as make_schema
 
 KEYFOLD = Path(sys.executable).with_name("keyfold")
 Run = subprocess.CompletedProcess[str]
@@ -131,7 +131,7 @@ def ready_file(tmp_path: Path) -> str:
 
 def made_ready(url: str) -> str:
     store = Store.open(url)
-    migrate.upgrade(store, named_tables(PARTS, load(parts=settings_of_parts(), environ={})))
+    make_schema(store)
     store.close()
     return url
 
