@@ -32,7 +32,7 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def store(store_url: str) -> Iterator[Store]:
     """A store of each kind with our schema."""
     opened = Store.open(store_url)
-    made_ready(opened)
+    migrate.upgrade(opened)
     yield opened
     opened.close()
 
@@ -41,6 +41,6 @@ def store(store_url: str) -> Iterator[Store]:
 def sqlite_store(tmp_path: Path) -> Iterator[Store]:
     """An embedded store with our schema, where the kind does not matter."""
     opened = Store.open(f"sqlite:///{tmp_path / 'keyfold.db'}")
-    made_ready(opened)
+    migrate.upgrade(opened)
     yield opened
     opened.close()

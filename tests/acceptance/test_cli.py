@@ -728,7 +728,11 @@ def test_serve_without_work_publishes_nothing(keyfold: Terminal, ready_file: str
         process.terminate()
         assert process.wait(30) == 0
     with product(ready_file) as context:
-        assert {topic.topic: topic.pending for topic in overview(context)} == {"tally-changes": 0, "tally-events": 1}
+        assert {topic.topic: topic.pending for topic in overview(context)} == {
+            "rides-orders-completed": 0,
+            "tally-changes": 0,
+            "tally-events": 1,
+        }
 
 
 @pytest.mark.spec("CORE-15")

@@ -12,9 +12,9 @@ from keyfold.core.errors import VersionStale
 from keyfold.core.relay import Relay
 from keyfold.core.store import Transaction
 from keyfold.core.workers import consumer_named
-from keyfold.parts import PARTS
 from keyfold.tally import service
 from keyfold.tally.model import Addition, Tally
+from keyfold.tally.part import PART
 from tests.product import consume_all, message, opened, put, read_all, relay_all
 
 pytestmark = pytest.mark.spec("CORE-01", "CORE-02", "CORE-06", "CORE-08")
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.spec("CORE-01", "CORE-02", "CORE-06", "CORE-08")
 @pytest.fixture
 def product(store_url: str) -> Iterator[Context]:
     with opened(store_url, [service.EVENTS, service.CHANGES]) as context:
-        context.parts = list(PARTS)
+        context.parts = [PART]
         yield context
 
 
