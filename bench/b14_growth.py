@@ -16,8 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 import numpy as np
-import psycopg
-import sqlalchemy as sa
 
 from bench import stores
 from bench.b2_profile_updates import (
@@ -34,8 +32,6 @@ from bench.b3_profile_read import PEOPLE, rows_of
 from bench.harness import Goal, Race, Side
 from keyfold.core import memory
 from keyfold.core.context import Context
-from keyfold.core.store.batch import Columns
-from keyfold.core.store.sqlite import driver as sqlite_driver
 from keyfold.counters.bulk import Updates, fold
 from keyfold.profiles.handlers import Event
 from keyfold.profiles.model import event_of
@@ -138,7 +134,7 @@ def fill(context: Context, product: Product, count: int) -> None:
     """Insert profiles on the bare driver: in pieces, each in key order, so that the index is not built row by row."""
     bodies, expires_at = _bodies(product)
     url = context.settings.store.url
-    filling = SqliteFill(url) if context.store.is_sqlite else PostgresFill(url)
+    filling = stores.filling(url, "profiles")
     for start in range(0, count, FILL_ROWS):
         numbers = sorted(range(start, min(start + FILL_ROWS, count)), key=scattered)
         ids = [scattered(number) for number in numbers]
@@ -163,39 +159,3 @@ def _bodies(product: Product) -> tuple[list[bytes], list[int]]:
     folded = fold(product.catalog, [b""] * BODIES, updates, now=int(time.time()))
     assert not folded.refused
     return folded.bodies, folded.expires_at.tolist()
-
-
-class SqliteFill:
-    """Not synced while the file is filled; the checkpoint at the end is."""
-
-    def __init__(self, url: str) -> None:
-        self._connection = sqlite_driver().connect(sa.make_url(url).database, isolation_level=None)
-        for pragma in ("synchronous = OFF", "cache_size = -1000000"):
-            self._connection.execute(f"PRAGMA {pragma}")
-
-    def insert(self, columns: Columns) -> None:
-        into = f"INSERT INTO profiles ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
-        self._connection.execute("BEGIN IMMEDIATE")
-        self._connection.executemany(into, zip(*columns.values(), strict=True))
-        self._connection.execute("COMMIT")
-
-    def close(self) -> None:
-        self._connection.execute("PRAGMA synchronous = FULL")
-        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        self._connection.close()
-
-
-class PostgresFill:
-    """By COPY; vacuumed and analyzed at the end, as the server's own worker would in time."""
-
-    def __init__(self, url: str) -> None:
-        self._connection = psycopg.connect(url, autocommit=True)
-
-    def insert(self, columns: Columns) -> None:
-        with self._connection.cursor().copy(f"COPY profiles ({', '.join(columns)}) FROM STDIN") as copying:
-            for row in zip(*columns.values(), strict=True):
-                copying.write_row(row)
-
-    def close(self) -> None:
-        self._connection.execute("VACUUM ANALYZE profiles")
-        self._connection.close()

@@ -32,13 +32,13 @@ import redis
 from bench import stores
 from bench.harness import Goal, Race, Side, rate
 from bench.redis_server import RedisServer
+from bench.serving import prepared
 from keyfold.core import memory, outbox
 from keyfold.core.consumer import ConsumerWorker
 from keyfold.core.context import Context
 from keyfold.core.limits import Limits
 from keyfold.core.relay import Relay
 from keyfold.core.settings import load
-from keyfold.core.store import Store, migrate
 from keyfold.core.topics.topic import Message
 from keyfold.core.workers import consumer_named
 from keyfold.counters.counters import Counters
@@ -156,9 +156,7 @@ def count(event: Event, updates: Updates) -> None:
 @contextmanager
 def profiles_at(url: str, counters: int = 1, **options: object) -> Iterator[tuple[Context, Product]]:
     """The product with profiles on the store at `url`; options are settings of the section `profiles`."""
-    store = Store.open(url)
-    migrate.upgrade(store)
-    store.close()
+    prepared(url)
     with tempfile.TemporaryDirectory(prefix="keyfold-bench-") as folder:
         path = Path(folder) / "catalog.proto"
         path.write_text(catalog(counters))

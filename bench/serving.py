@@ -13,7 +13,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from keyfold.core.part import named_tables
+from keyfold.core.settings import load
 from keyfold.core.store import Store, migrate
+from keyfold.parts import PARTS, settings_of_parts
 from tests.servers.process import free_port
 
 START_SECONDS_MAX = 90.0
@@ -29,9 +32,9 @@ class LoadFailed(Exception):
 
 
 def prepared(url: str) -> str:
-    """The store at `url`, with the newest schema."""
+    """The store at `url`, with the newest schema and the tables that the settings name by default."""
     store = Store.open(url)
-    migrate.upgrade(store)
+    migrate.upgrade(store, named_tables(PARTS, load(parts=settings_of_parts(), environ={})))
     store.close()
     return url
 
@@ -41,7 +44,8 @@ def served(url: str, settings: Mapping[str, str] | None = None, before: str = ""
     """The port of a server on the store, and the seconds until it was ready; `before` is Python that runs first."""
     port = free_port()
     environment = {
-        **os.environ,
+        # The options of benchmarks are no settings of the server, which would refuse them.
+        **{name: value for name, value in os.environ.items() if not name.startswith("KEYFOLD_BENCH_")},
         **ENVIRONMENT,
         "KEYFOLD_STORE_URL": url,
         "KEYFOLD_HTTP_PORT": str(port),

@@ -6,6 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import psycopg
+import sqlalchemy as sa
+
+from keyfold.core.store.batch import Columns
+from keyfold.core.store.sqlite import driver as sqlite_driver
 from tests.servers.postgres import PostgresServer
 
 NewUrl = Callable[[], str]
@@ -35,3 +40,46 @@ def each_kind() -> Iterator[dict[str, NewUrl]]:
     """Both stores by their name."""
     with ExitStack() as stack:
         yield {"SQLite": stack.enter_context(sqlite()), "PostgreSQL": stack.enter_context(postgres())}
+
+
+def filling(url: str, table: str) -> "SqliteFill | PostgresFill":
+    """Rows of a table on the bare driver, before a race; `close` leaves the store as it would be after some time."""
+    return SqliteFill(url, table) if url.startswith("sqlite") else PostgresFill(url, table)
+
+
+class SqliteFill:
+    """Not synced while the file is filled; the checkpoint at the end is."""
+
+    def __init__(self, url: str, table: str) -> None:
+        self._table = table
+        self._connection = sqlite_driver().connect(sa.make_url(url).database, isolation_level=None)
+        for pragma in ("synchronous = OFF", "cache_size = -1000000"):
+            self._connection.execute(f"PRAGMA {pragma}")
+
+    def insert(self, columns: Columns) -> None:
+        into = f"INSERT INTO {self._table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+        self._connection.execute("BEGIN IMMEDIATE")
+        self._connection.executemany(into, zip(*columns.values(), strict=True))
+        self._connection.execute("COMMIT")
+
+    def close(self) -> None:
+        self._connection.execute("PRAGMA synchronous = FULL")
+        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._connection.close()
+
+
+class PostgresFill:
+    """By COPY; vacuumed and analyzed at the end, as the server's own worker would in time."""
+
+    def __init__(self, url: str, table: str) -> None:
+        self._table = table
+        self._connection = psycopg.connect(url, autocommit=True)
+
+    def insert(self, columns: Columns) -> None:
+        with self._connection.cursor().copy(f"COPY {self._table} ({', '.join(columns)}) FROM STDIN") as copying:
+            for row in zip(*columns.values(), strict=True):
+                copying.write_row(row)
+
+    def close(self) -> None:
+        self._connection.execute(f"VACUUM ANALYZE {self._table}")
+        self._connection.close()

@@ -49,6 +49,7 @@ class UnitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     columns: dict[str, str] = msgspec.field(
         default_factory=lambda: dict(RIDES_COLUMNS)
     )  # what the history calls order_id, created_at, identities and properties
+    history_megabytes_max: Annotated[int, Meta(ge=100, le=1_000_000)] = 1_000  # memory of the engine that reads it
     hooks: str = ""  # a module of hooks, or a file ending in .py
     topic: str = ""  # where completed orders arrive; UNIT-orders-completed where it is empty
 

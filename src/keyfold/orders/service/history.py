@@ -4,6 +4,8 @@ Everything that could be wrong with it is looked at before anything is written, 
 """
 
 import hashlib
+import tempfile
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -220,7 +222,7 @@ def opened(unit: Unit, where: "str | ir.Table", names: Names, source: str = "") 
     stamp = hashlib.sha256(
         msgspec.json.encode([(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths])
     )
-    return History(unit, _parquet(paths), names, stamp.hexdigest())
+    return History(unit, _parquet(paths, unit.settings.history_megabytes_max), names, stamp.hexdigest())
 
 
 def _files(where: str) -> list[Path]:
@@ -232,15 +234,20 @@ def _files(where: str) -> list[Path]:
     return paths
 
 
-def _parquet(paths: Sequence[Path]) -> "ir.Table":
+def _parquet(paths: Sequence[Path], megabytes_max: int) -> "ir.Table":
     try:
         import ibis
     except ImportError:
         raise BadInput("history needs Ibis and DuckDB", hint="Install keyfold[bulk]") from None
-    # A connection of its own: what a query cannot hold in memory it puts beside the system's temporary files.
     connection = ibis.duckdb.connect()
-    connection.raw_sql("SET TimeZone = 'UTC'")
-    connection.raw_sql("SET preserve_insertion_order = false")
+    for name, value in (
+        ("TimeZone", "UTC"),
+        ("preserve_insertion_order", "false"),
+        # What does not fit lies in a folder of its own, which goes with the connection.
+        ("memory_limit", f"{megabytes_max}MB"),
+        ("temp_directory", str(Path(tempfile.gettempdir()) / f"keyfold-history-{uuid.uuid4().hex}")),
+    ):
+        connection.raw_sql(f"SET {name} = '{value}'")
     try:
         return connection.read_parquet([str(path) for path in paths])
     except Exception as error:
