@@ -672,7 +672,7 @@ def test_on_kafka_a_topic_is_listed_tailed_and_sent_again(
     keyfold: Terminal, ready_file: str, kafka_server: KafkaServer
 ) -> None:
     on_kafka = {"KEYFOLD_TOPICS_KIND": "kafka", "KEYFOLD_TOPICS_KAFKA": kafka_server.bootstrap}
-    for topic in ("tally-events", "tally-changes"):
+    for topic in ("tally-events", "tally-changes", "rides-orders-completed"):
         kafka_server.create_topic(topic, 4)
     keyfold.answer("tally", "add", "apples", **on_kafka)
     pending = sa.select(sa.func.count()).where(MESSAGES.c.position.is_(None))
@@ -690,7 +690,11 @@ def test_on_kafka_a_topic_is_listed_tailed_and_sent_again(
     assert sum(each["messages"] for each in sent) == 1  # type: ignore[attr-defined]
     assert versions() == [1, 1]
     listed = keyfold.answer("topics", "list", **on_kafka)
-    assert {topic["topic"]: topic["kept"] for topic in listed} == {"tally-changes": 2, "tally-events": 0}  # type: ignore[attr-defined]
+    assert {topic["topic"]: topic["kept"] for topic in listed} == {  # type: ignore[attr-defined]
+        "rides-orders-completed": 0,
+        "tally-changes": 2,
+        "tally-events": 0,
+    }
 
 
 # Serve and work ----------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ import sqlalchemy as sa
 
 from keyfold.core import audit, deadletters
 from keyfold.core.clock import ManualClock
-from keyfold.core.errors import BadInput, Conflict, LeaseLost, SettingsWrong
+from keyfold.core.errors import BadInput, Conflict, LeaseLost, SettingsWrong, TooLarge
 from keyfold.core.store import Transaction
 from keyfold.orders.model import CompletedOrder, DimensionPending, Identity, Property
-from keyfold.orders.service import sweeping
+from keyfold.orders.service import reading, sweeping
 from keyfold.orders.service.checking import Check, Checked, check_orders, release
 from keyfold.orders.service.correcting import correct_orders
 from keyfold.orders.service.identities import add_identity
@@ -23,7 +23,8 @@ from keyfold.orders.service.importing import import_documents
 from keyfold.orders.service.keeping import kept_orders, redrive
 from keyfold.orders.service.reading import Query, evidence_of
 from keyfold.orders.service.splitting import split, switch
-from keyfold.orders.service.unit import Unit
+from keyfold.orders.service.unit import Unit, Units
+from keyfold.orders.worker import Sweep
 from tests.orders import DAY, HOUR, NOW, START, Orders, iso, opened, order, recount, write_history
 
 DIMENSIONS = ["tariff", "brand", "payment_method_type"]
@@ -246,8 +247,10 @@ def test_orders_arrive_by_topic_and_what_is_wrong_is_set_aside(orders: Orders) -
     assert orders.total("phone_id", "p1") == 1
     letters = orders.store.read(lambda tx: deadletters.listed(tx, "orders-rides"))
     reasons = " ".join(each.reason for each in letters)
-    assert len(letters) == 4
-    assert "late" in reasons
+    assert len(letters) == 3
+    assert [each.order_id for each in orders.store.read(lambda tx: kept_orders(tx, orders.unit, "late", "", 9))] == [
+        "2"
+    ]
     assert "conflict" in reasons
     assert "order_id" in reasons
     assert "nobody" in reasons
@@ -930,6 +933,104 @@ def test_an_order_that_is_also_in_history_has_it_counted_anew_when_it_is_taken_b
         assert switch(orders.store, orders.unit, "city") is not None
 
 
+@pytest.mark.spec("ORD-07", "ORD-13", "ORD-14")
+def test_an_order_left_to_history_after_it_was_counted_makes_checks_refuse(
+    with_history: Orders, tmp_path: Path
+) -> None:
+    with_history.clock.advance(3 * HOUR)
+    path = tmp_path / "h.parquet"
+    with_history.backfill(write_history(path, [order("h", START - 5, {"phone_id": "p2"})]))
+    asked = {"phone_id": "p1"}
+    assert check(with_history, identities=asked, fewer_than=1).allowed
+    under_way = order("r", START - 1, asked)
+    assert with_history.count(under_way) == ["before_start"]
+    assert not check(with_history, identities=asked, fewer_than=1).allowed
+    wrong = msgspec.structs.replace(under_way, created_at=order("", START + 5).created_at)
+    (done,) = with_history.backfill(write_history(path, [wrong]), "phone_id")
+    assert done.lacking == 1, "it is there, but not as an order from before the start"
+    with_history.backfill(write_history(path, [under_way]))
+    assert "phone_id has 1 orders" in check(with_history, identities=asked, fewer_than=1).reason
+
+
+@pytest.mark.spec("ORD-08", "ORD-11")
+def test_a_run_that_was_stopped_does_not_go_on_by_other_rules(tmp_path: Path) -> None:
+    url, path = f"sqlite:///{tmp_path / 'x.db'}", tmp_path / "h.parquet"
+    sent = [order(f"{n}", START - 9, {"phone_id": f"p{n}"}, application="android") for n in range(6)]
+    write_history(path, sent)
+
+    def stop(done: int, what: str) -> None:
+        raise Killed
+
+    with opened(url, start=iso(START), application_brands={"android": "wrong"}) as orders, pytest.raises(Killed):
+        orders.backfill(path, "phone_id", cells_max=3, report=stop)
+    with opened(url, start=iso(START), application_brands={"android": "right"}) as orders:
+        with pytest.raises(Conflict, match=r"has to be counted|was not finished"):
+            switch(orders.store, orders.unit, "city")
+        orders.backfill(path, "phone_id")
+        assert [orders.total("phone_id", f"p{n}", brand="right") for n in range(6)] == [1] * 6
+
+
+@pytest.mark.spec("ORD-08", "ORD-16")
+def test_an_order_taken_back_while_history_is_counted_makes_the_run_begin_anew(store_url: str, tmp_path: Path) -> None:
+    with opened(store_url, identities=["phone_id"], start=iso(START)) as orders:
+        orders.clock.advance(3 * HOUR)
+        orders.count(order("1", START, {"phone_id": "p"}))
+        add_identity(orders.store, orders.unit, "mail", (START + DAY) * 1_000_000)
+        orders.clock.advance(2 * DAY)
+        path = write_history(tmp_path / "h.parquet", [order("1", START, {"phone_id": "p", "mail": "m"})])
+        with pytest.raises(Conflict, match="taken back meanwhile"):
+            orders.backfill(path, "mail", report=lambda *_: take_back(orders, "1"))
+        orders.backfill(path, "mail")
+        assert not orders.cells()
+
+
+@pytest.mark.spec("ORD-10", "ORD-16")
+def test_what_was_called_unknown_explains_no_cell_of_the_next_dimension(with_history: Orders, tmp_path: Path) -> None:
+    with_history.clock.advance(3 * HOUR)
+    first = order("x", START, {"phone_id": "p"}, city="riga", pay="cash")
+    second = order("z", START, {"phone_id": "p"}, city="riga", pay="card")
+    bare = msgspec.structs.replace(first, properties={})
+    with_history.count(bare)
+    path = tmp_path / "h.parquet"
+    assert with_history.add_dimension("city", write_history(path, []), rest_as_unknown=True).is_done
+    with_history.count(msgspec.structs.replace(second, properties={"city": "riga"}))
+    assert not with_history.add_dimension("pay", write_history(path, [first]), "payment_tech_type").is_done
+    assert take_back(with_history, "z") == ["corrected"]
+    assert take_back(with_history, "x") == ["corrected"]
+    assert not with_history.cells()
+
+
+@pytest.mark.spec("ORD-10")
+def test_another_column_is_not_taken_in_the_middle(with_history: Orders) -> None:
+    assert switch(with_history.store, with_history.unit, "city", "town") is not None
+    with pytest.raises(Conflict, match="from the column 'town', not 'city'"):
+        switch(with_history.store, with_history.unit, "city", "city")
+
+
+@pytest.mark.spec("ORD-03")
+def test_an_answer_is_bounded(sqlite_orders: Orders, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "ITEMS_MAX", 5)
+    sqlite_orders.count(*[order(str(n), NOW, tariff=f"t{n}") for n in range(3)])
+    assert len(sqlite_orders.read(("phone_id", "p1"), group_by=["tariff"])[0].data) == 3
+    with pytest.raises(TooLarge, match="more than 5 counts"):
+        sqlite_orders.read(("phone_id", "p1"), ("phone_id", "p1"), group_by=["tariff"])
+
+
+@pytest.mark.spec("ORD-06")
+def test_marks_are_not_purged_until_whoever_saw_an_older_watermark_has_ended(store_url: str) -> None:
+    with opened(store_url, dedupe_days=30) as orders:
+        orders.count(order("1", NOW - 20 * DAY))
+    with opened(store_url, dedupe_days=3) as orders:
+        sweep = Sweep(orders.context, Units({"rides": orders.unit}))
+        count = sa.select(sa.func.count()).select_from(orders.unit.tables.marks)
+        sweep.step()
+        sweep.step()
+        assert orders.store.read(lambda tx: tx.execute(count).scalar_one()) == 1
+        orders.clock.advance(orders.store.limits.transaction_seconds_max + 2)
+        sweep.step()
+        assert orders.store.read(lambda tx: tx.execute(count).scalar_one()) == 0
+
+
 # Older documents --------------------------------------------------------------------------------------------------
 
 DOCUMENT = {
@@ -962,6 +1063,9 @@ def test_older_documents_are_imported_and_what_cannot_be_mapped_is_listed(store_
         ]
         done = import_documents(orders.store, orders.unit, "phone_id", lines(DOCUMENT, *wrong), "one")
         assert (done.documents, done.orders, done.refused) == (1, 88, 5)
+        assert not check(orders, identities={"phone_id": "late"}, fewer_than=1).allowed, (
+            "what was refused is not counted"
+        )
         assert [each.line for each in done.refused_documents] == [2, 3, 4, 5, 6]
         (read,) = orders.read(
             ("phone_id", "5d0b7fb1629526419ee8cfad"), group_by=["brand", "tariff", "payment_method_type"]
@@ -987,5 +1091,5 @@ def test_import_and_backfill_exclude_each_other(store_url: str, tmp_path: Path) 
         orders.backfill(path, "card_id")
         with pytest.raises(Conflict, match="comes from backfill"):
             import_documents(orders.store, orders.unit, "card_id", lines(DOCUMENT), "one")
-    with opened(store_url, unit="food") as food, pytest.raises(Conflict, match="counts live"):
+    with opened(store_url, unit="food", mixed_brand="x") as food, pytest.raises(Conflict, match="counts live"):
         import_documents(food.store, food.unit, "phone_id", lines(DOCUMENT), "one")

@@ -60,7 +60,7 @@ class Listed:
             found += self._grouped(kind, [each], order_id=each.order_id, is_live=True)
         yield from sorted(found, key=lambda each: each.identity)
 
-    def lacking(self, order_ids: Sequence[str]) -> list[str]:
+    def lacking(self, kind: IdentityType, order_ids: Sequence[str]) -> list[str]:
         return sorted(set(order_ids) - {each.order_id for each in self._orders})
 
     def _of(self, kind: IdentityType, after: str | None, without: Sequence[str]) -> list[CompletedOrder]:

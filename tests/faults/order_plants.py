@@ -94,13 +94,14 @@ def _(plot: Plot) -> None:
 def _(plot: Plot) -> None:
     keep, insert_new = counting.keep, counting.insert_new
 
-    def keep_and_mark(tx: Transaction, unit: Unit, orders: Sequence[tuple[CompletedOrder, str]]) -> None:
-        keep(tx, unit, orders)  # type: ignore[arg-type]
+    def keep_and_mark(tx: Transaction, unit: Unit, orders: Sequence[tuple[CompletedOrder, str]]) -> Any:
+        kept = keep(tx, unit, orders)  # type: ignore[arg-type]
         for sent in [sent for sent, why in orders if why == "before_start"]:
             mark = {"order_id": sent.order_id, "created_at_us": micros(sent.created_at)}
             mark |= dict.fromkeys(("identities", "moved"), "{}")
             numbers = dict.fromkeys(("fingerprint", "slice_id", "is_corrected"), 0)
             insert_new(tx, unit.tables.marks, {name: [value] for name, value in {**mark, **numbers}.items()})
+        return kept
 
     plot.name(counting, "keep", keep_and_mark)
 
@@ -177,7 +178,7 @@ def _(plot: Plot) -> None:
 
 @plant("what was late is not kept", SIMULATOR, "orders")
 def _(plot: Plot) -> None:
-    plot.name(counting, "keep", lambda *_: None)
+    plot.name(counting, "keep", lambda *_: [])
 
 
 # Places --------------------------------------------------------------------------------------------------------------

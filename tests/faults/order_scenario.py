@@ -40,7 +40,7 @@ from tests.faults.scenario import LEASE_SECONDS, Ack, Order, Say
 from tests.orders import DAY, HOUR, iso, order
 from tests.orders import NOW as SET_UP
 
-UNIT = "rides"
+UNIT = "trips"
 TOPIC = f"{UNIT}-orders-completed"
 DEDUPE_DAYS = 3
 START = (SET_UP // HOUR + 2) * HOUR

@@ -155,6 +155,8 @@ class OrderSimulation(LogStage):
     def _age(self, seconds: float) -> None:
         self._move_clock(seconds)
         sweep = Sweep(self._context(), units_of(self._context()))
+        sweep.step()
+        self._move_clock(self._store.limits.transaction_seconds_max + 2)  # whoever saw an older watermark has ended
         while sweep.step():
             pass
 

@@ -43,7 +43,7 @@ from tests.servers.postgres import PostgresServer
 
 pytestmark = pytest.mark.timeout(TIMEOUT_SECONDS)
 
-SEEDS_MAX = 100
+SEEDS_MAX = 400
 STATES_MAX = 300
 POINTS_MAX = 300
 # A law, or the store, the decoder or a look-up that refuses what is wrong; anything else is a plant that does not fit.

@@ -167,6 +167,8 @@ def checked(
         if name not in state.dimensions and not (name == APPLICATION and brands):
             known = ", ".join([*state.dimensions, *([APPLICATION] if brands else [])])
             raise BadInput(f"there is no property {name!r}", place=f"{place}.properties.{name}", hint=f"Known: {known}")
+    if micros(order.created_at) < 0:
+        raise BadInput("the order was created before 1970", place=f"{place}.created_at")
     if micros(order.created_at) > now_us + future_us:
         raise BadInput("the order was created in the future", place=f"{place}.created_at")
 

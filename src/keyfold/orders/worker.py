@@ -37,7 +37,10 @@ def _consumer(unit: Unit) -> Consumer:
 
 
 def apply_orders(tx: Transaction, unit: Unit, records: Sequence[Record]) -> list[Refusal]:
-    """Count the orders of a topic; those that are wrong, late or in conflict are returned with the reason."""
+    """Count the orders of a topic; those that are wrong or in conflict are returned with the reason.
+
+    Late ones, and those that cannot be placed, are kept with the unit.
+    """
     state, brands = unit.stood(tx).state, unit.settings.application_brands
     future_us = unit.settings.future_seconds_max * SECOND_US
     refused: list[Refusal] = []
@@ -52,7 +55,7 @@ def apply_orders(tx: Transaction, unit: Unit, records: Sequence[Record]) -> list
         except (KeyfoldError, msgspec.DecodeError, UnicodeError, RecursionError) as error:
             refused.append(Refusal(record, f"{type(error).__name__}: {error}"))
     for record, verdict in zip(read, count_orders(tx, unit, orders), strict=True):
-        if verdict.status in ("conflict", "late"):
+        if verdict.status == "conflict":
             refused.append(Refusal(record, f"{verdict.status}: {verdict.reason}"))
     return refused
 
@@ -69,6 +72,8 @@ class Sweep:
         self._store = context.store
         self._units = units
         self._rows_max = context.limits.purge_rows_max
+        self._settle_us = (context.limits.transaction_seconds_max + 1) * SECOND_US
+        self._watermarks: dict[str, tuple[int, int]] = {}  # of each unit, and since when it stands there
 
     def step(self) -> bool:
         """Whether there may be more."""
@@ -78,7 +83,15 @@ class Sweep:
     def _swept(self, unit: Unit) -> int:
         """One bounded step of everything that ages; the most rows removed from one table."""
         self._store.transact(lambda tx: sweeping.move_watermark(tx, unit), name="orders watermark")
-        return max(self._purged(unit, purge) for purge in sweeping.PURGES)
+        purges = [purge for purge in sweeping.PURGES if purge is not sweeping.purge_marks or self._has_settled(unit)]
+        return max(self._purged(unit, purge) for purge in purges)
+
+    def _has_settled(self, unit: Unit) -> bool:
+        """Whether every transaction that saw an older watermark has ended, however far it has moved."""
+        stands, now_us = self._store.read(lambda tx: (unit.stood(tx).late_before_us, tx.now_us))
+        if self._watermarks.get(unit.name, (None, 0))[0] != stands:
+            self._watermarks[unit.name] = (stands, now_us)
+        return now_us - self._watermarks[unit.name][1] > self._settle_us
 
     def _purged(self, unit: Unit, purge: Callable[[Transaction, Unit, int], int]) -> int:
         return self._store.transact(lambda tx: purge(tx, unit, self._rows_max), name="orders purge")

@@ -7,12 +7,13 @@ anywhere and run again at any time, also when history has caught up.
 
 from collections.abc import Generator, Sequence
 from contextlib import closing
+from functools import partial
 
 import msgspec
 import sqlalchemy as sa
 from msgspec import Struct, structs
 
-from keyfold.core.errors import Internal
+from keyfold.core.errors import Conflict, Internal
 from keyfold.core.store import Store, Transaction
 from keyfold.orders.model import CompletedOrder, IdentityType, micros
 from keyfold.orders.service.filling import (
@@ -31,7 +32,7 @@ from keyfold.orders.service.jobs import Job, Progress
 from keyfold.orders.service.unit import Unit
 
 CELLS_MAX = 10_000  # in one transaction
-KEPT_MAX = 100_000
+KEPT_ROWS = 50_000
 SHOWN_MAX = 100
 
 
@@ -56,8 +57,8 @@ def backfill(
     cells_max: int = CELLS_MAX,
 ) -> list[Backfilled]:
     """Fill the history part of identity types, one after the other."""
-    kinds = claim(store, unit, names, "backfill")
     history.must_be_sound()
+    kinds = claim(store, unit, names, "backfill")
     without = store.read(lambda tx: corrected(tx, unit))
     done: list[Backfilled] = []
     for kind in kinds:
@@ -90,7 +91,7 @@ def _filled(
             steps += 1
             report(job.progress.numbers["orders"], f"orders by {kind.name}")
     lacking = _lacking(store, unit, history, kind)
-    _end(store, unit, history, kind, job, started_at_us, len(lacking))
+    _end(store, unit, history, kind, job, started_at_us, len(lacking), len(without))
     numbers = job.progress.numbers
     return Backfilled(
         identity=kind.name,
@@ -128,7 +129,14 @@ def _step(
 
 
 def _end(
-    store: Store, unit: Unit, history: History, kind: IdentityType, job: Job, started_at_us: int, lacking: int
+    store: Store,
+    unit: Unit,
+    history: History,
+    kind: IdentityType,
+    job: Job,
+    started_at_us: int,
+    lacking: int,
+    left_out: int,
 ) -> None:
     """Empty what lies behind the last identity, and say that history is counted, if nobody has taken over."""
     progress = structs.replace(job.progress, is_done=True)
@@ -137,6 +145,8 @@ def _end(
         job.step(tx, progress)
         must_have_dimensions(tx, unit, history.dimensions)
         set_cells(tx, unit, kind, [], after=progress.after, upto=None)
+        if len(corrected(tx, unit)) != left_out:
+            raise Conflict("orders were taken back meanwhile, which history still counts", hint="Run it again")
         _must_be_conserved(tx, unit, kind, progress.numbers.get("orders", 0))
         finish(tx, unit, kind, started_at_us, lacking)
 
@@ -150,20 +160,28 @@ def corrected(tx: Transaction, unit: Unit) -> list[str]:
 
 
 def _lacking(store: Store, unit: Unit, history: History, kind: IdentityType) -> list[str]:
-    """Orders that arrived live, were created before the start, and are not in history."""
+    """Orders that arrived live, were left to history, and do not count there."""
+    lacking: list[str] = []
+    after: str | None = ""
+    while after is not None:
+        after, left = store.read(partial(_left_to_history, unit=unit, kind=kind, after=after))
+        lacking += history.lacking(kind, left)
+    return lacking
+
+
+def _left_to_history(tx: Transaction, unit: Unit, kind: IdentityType, after: str) -> tuple[str | None, list[str]]:
+    """The next kept orders that an identity type has left to history; and where to go on."""
     kept = unit.tables.kept
+    wanted = sa.select(kept.c.order_id, kept.c.body).where(kept.c.why == "before_start", kept.c.order_id > after)
+    page = tx.execute(wanted.order_by(kept.c.order_id).limit(KEPT_ROWS)).all()
     decode = msgspec.json.Decoder(CompletedOrder).decode
-
-    def look(tx: Transaction) -> list[str]:
-        wanted = sa.select(kept.c.order_id, kept.c.body).where(kept.c.why == "before_start").limit(KEPT_MAX)
-        orders = [(row.order_id, decode(row.body)) for row in tx.execute(wanted)]
-        return [
-            order_id
-            for order_id, order in orders
-            if kind.name in order.identities and not kind.takes(micros(order.created_at))
-        ]
-
-    return history.lacking(store.read(look))
+    orders = [(row.order_id, decode(row.body)) for row in page]
+    left = [
+        order_id
+        for order_id, order in orders
+        if kind.name in order.identities and not kind.takes(micros(order.created_at))
+    ]
+    return (page[-1].order_id if len(page) == KEPT_ROWS else None), left
 
 
 def _must_be_conserved(tx: Transaction, unit: Unit, kind: IdentityType, orders: int) -> None:

@@ -16,7 +16,7 @@ from keyfold.core.store import Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import insert_new, load, update
 from keyfold.orders import metrics
-from keyfold.orders.model import UNKNOWN, CompletedOrder, moved_of
+from keyfold.orders.model import UNKNOWN, moved_of
 from keyfold.orders.service.counting import take_back
 from keyfold.orders.service.reading import CellKey, columns_of
 from keyfold.orders.service.unit import DAY_US, Stood, Unit
@@ -34,6 +34,7 @@ class Corrected(Struct, frozen=True):
 class Mark(Struct, frozen=True):
     """Where an order counts: for which identities, in which slice, and where a new dimension has moved it."""
 
+    created_at_us: int
     slice_id: int
     moved: dict[int, int]
     identities: dict[int, str]
@@ -47,6 +48,8 @@ def correct_orders(tx: Transaction, unit: Unit, order_ids: Sequence[str], reason
     wanted = sorted(set(order_ids))
     stood = unit.stood(tx)
     marks = _marks(tx, unit, wanted, stood.late_before_us - DAY_US)
+    cells = _cells(tx, unit, stood, marks)
+    marks = {order_id: mark for order_id, mark in marks.items() if order_id in cells}
     rows: Columns = {
         "order_id": list(marks),
         "corrected_at_us": [tx.now_us] * len(marks),
@@ -54,7 +57,7 @@ def correct_orders(tx: Transaction, unit: Unit, order_ids: Sequence[str], reason
     }
     # Two who take back one order meet here, and the second sees the first.
     new = [order_id for (order_id,) in insert_new(tx, unit.tables.corrections, rows)]
-    _take(tx, unit, {order_id: marks[order_id] for order_id in new})
+    _take(tx, unit, {order_id: cells[order_id] for order_id in new})
     _count_history_again(tx, unit, stood, {order_id: marks[order_id] for order_id in new})
     before = {order_id for (order_id,) in load(tx, unit.tables.corrections, {"order_id": wanted}, ())}
     for order_id in sorted(new):
@@ -67,40 +70,48 @@ def correct_orders(tx: Transaction, unit: Unit, order_ids: Sequence[str], reason
 
 
 def _marks(tx: Transaction, unit: Unit, order_ids: Sequence[str], from_us: int) -> dict[str, Mark]:
-    """The marks of orders; one that is old enough to be purged at any moment counts as gone."""
-    wanted = ("created_at_us", "slice_id", "moved", "identities")
+    """The marks of orders that are counted; one that is old enough to be purged at any moment counts as gone."""
+    wanted = ("created_at_us", "slice_id", "moved", "identities", "is_corrected")
     decode = msgspec.json.Decoder(dict[int, str]).decode
     return {
-        order_id: Mark(slice_id, moved_of(moved), decode(identities))
-        for (order_id,), (created_at_us, slice_id, moved, identities) in load(
+        order_id: Mark(created_at_us, slice_id, moved_of(moved), decode(identities))
+        for (order_id,), (created_at_us, slice_id, moved, identities, is_corrected) in load(
             tx, unit.tables.marks, {"order_id": order_ids}, wanted
         ).items()
-        if created_at_us >= from_us
+        if created_at_us >= from_us and not is_corrected
     }
 
 
-def _take(tx: Transaction, unit: Unit, marks: Mapping[str, Mark]) -> None:
-    if not marks:
+def _take(tx: Transaction, unit: Unit, cells: Mapping[str, Sequence[Cell]]) -> None:
+    if not cells:
         return
-    update(tx, unit.tables.marks, {"order_id": list(marks), "is_corrected": [1] * len(marks)})
-    left = take_back(tx, unit, _cells(tx, unit, marks))
+    update(tx, unit.tables.marks, {"order_id": list(cells), "is_corrected": [1] * len(cells)})
+    left = take_back(tx, unit, [cell for own in cells.values() for cell in own])
     if any(count < 0 for count in left.values()):
         raise LostRace("a cell was split by a new dimension meanwhile")
 
 
-def _cells(tx: Transaction, unit: Unit, marks: Mapping[str, Mark]) -> list[Cell]:
-    """Where the orders are counted."""
-    places = [((type_id, value), mark) for mark in marks.values() for type_id, value in mark.identities.items()]
-    found = load(tx, unit.tables.cells, columns_of([key for key, _ in places]), ("live_count",))
+def _cells(tx: Transaction, unit: Unit, stood: Stood, marks: Mapping[str, Mark]) -> dict[str, list[Cell]]:
+    """Where each order is counted; nothing of one that is nowhere to be found."""
+    keys = [key for mark in marks.values() for key in mark.identities.items()]
+    found = load(tx, unit.tables.cells, columns_of(keys), ("live_count",))
     by_identity: dict[CellKey, set[int]] = {}
     for (type_id, value, slice_id), (count,) in found.items():
         if count > 0:
             by_identity.setdefault((type_id, value), set()).add(slice_id)
     values = unit.values_of(tx, [*(key[2] for key in found), *(mark.slice_id for mark in marks.values())])
-    return [(*key, _slice_now(by_identity.get(key, set()), mark, key[0], values)) for key, mark in places]
+    placed: dict[str, list[Cell]] = {}
+    for order_id, mark in marks.items():
+        slices = {key: _slice_now(by_identity.get(key, set()), mark, key[0], values) for key in mark.identities.items()}
+        known = [(*key, slice_id) for key, slice_id in slices.items() if slice_id is not None]
+        if len(known) == len(slices):
+            placed[order_id] = known
+        elif stood.state.splitting is not None:
+            raise LostRace("the cell of the order was split by a new dimension meanwhile")
+    return placed
 
 
-def _slice_now(there: Collection[int], mark: Mark, type_id: int, values: Mapping[int, Mapping[str, str]]) -> int:
+def _slice_now(there: Collection[int], mark: Mark, type_id: int, values: Mapping[int, Mapping[str, str]]) -> int | None:
     """Where a new dimension has moved the order; the slice of its mark; or where it went because nobody knew better."""
     placed = mark.moved.get(type_id, mark.slice_id)
     if placed in there:
@@ -110,24 +121,19 @@ def _slice_now(there: Collection[int], mark: Mark, type_id: int, values: Mapping
         more = dict(values[each].items() - known)
         if known <= values[each].items() and set(more.values()) == {UNKNOWN}:
             return each
-    raise LostRace("the cell of the order was split by a new dimension meanwhile")
+    return None
 
 
 def _count_history_again(tx: Transaction, unit: Unit, stood: Stood, marks: Mapping[str, Mark]) -> None:
     """An order may also be in the history part of identity types that started later: that has to be counted anew."""
-    kept = {"order_id": sorted(marks), "why": ["before_start"] * len(marks)}
-    if not marks or not (partly := load(tx, unit.tables.kept, kept, ("body",))):
-        return
-    decode = msgspec.json.Decoder(CompletedOrder).decode
-    in_history = {(order_id, name) for (order_id, _), (body,) in partly.items() for name in decode(body).identities}
     again = {
         each.name
         for each in stood.state.identities
-        for order_id, mark in marks.items()
-        if each.source == "backfill" and (order_id, each.name) in in_history and each.type_id not in mark.identities
+        for mark in marks.values()
+        if each.source == "backfill" and each.type_id not in mark.identities and not each.takes(mark.created_at_us)
     }
-    types = [
-        structs.replace(each, filled_at_us=None) if each.name in again else each for each in stood.state.identities
-    ]
-    if types != stood.state.identities:
+    if again:
+        types = [
+            structs.replace(each, filled_at_us=None) if each.name in again else each for each in stood.state.identities
+        ]
         unit.change(tx, stood, structs.replace(stood.state, identities=types))

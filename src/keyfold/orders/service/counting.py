@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from keyfold.core.clock import SECOND_US
 from keyfold.core.store import Transaction
@@ -29,7 +29,7 @@ from keyfold.orders.model import (
     live_identities,
     micros,
 )
-from keyfold.orders.service.unit import Unit
+from keyfold.orders.service.unit import Stood, Unit
 from keyfold.orders.tables import NEVER_FROM_US, NEVER_TO_US
 
 
@@ -80,7 +80,7 @@ def count_orders(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder]) 
         unit.keep_slices(tx, [slices[each] for each in {order.slice_id for order in counted}])
         _add(tx, unit, counted)
         _free_reservations(tx, unit, [order.order_id for order in counted])
-    keep(tx, unit, kept)
+    _must_be_filled_again(tx, unit, stood, keep(tx, unit, kept))
     found = [each for each in verdicts if each is not None]
     assert len(found) == len(orders)
     left = sum(why == "before_start" for _, why in kept)
@@ -114,6 +114,7 @@ def _hooked(unit: Unit, state: UnitState, sent: CompletedOrder) -> CompletedOrde
         order = unit.hooks.completed(sent)
         if order is None:
             raise NotPlaced("the hook of the unit left it out")
+        order = msgspec.convert(msgspec.to_builtins(order), CompletedOrder)
         checked(order, state, unit.settings.application_brands, 2**62, 0, "the order of the hook")
         return order
     except NotPlaced:
@@ -227,13 +228,16 @@ def _free_reservations(tx: Transaction, unit: Unit, order_ids: Sequence[str]) ->
         delete(tx, unit.tables.reservations, {"order_id": order_ids})
 
 
-def keep(tx: Transaction, unit: Unit, orders: Sequence[tuple[CompletedOrder, Why]]) -> None:
-    """Remember orders that were not counted, or not for all their identities, so that they can be listed."""
+def keep(tx: Transaction, unit: Unit, orders: Sequence[tuple[CompletedOrder, Why]]) -> list[CompletedOrder]:
+    """Remember orders that were not counted, or not for all their identities, so that they can be listed.
+
+    Returns those that are left to history and were not known yet.
+    """
     by_key = {(sent.order_id, why): sent for sent, why in orders}
     if not by_key:
-        return
+        return []
     encode = msgspec.json.Encoder().encode
-    insert_new(
+    new = insert_new(
         tx,
         unit.tables.kept,
         {
@@ -244,6 +248,21 @@ def keep(tx: Transaction, unit: Unit, orders: Sequence[tuple[CompletedOrder, Why
             "body": [encode(sent).decode() for sent in by_key.values()],
         },
     )
+    return [sent for key, sent in by_key.items() if key in new and key[1] == "before_start"]
+
+
+def _must_be_filled_again(tx: Transaction, unit: Unit, stood: Stood, left: Sequence[CompletedOrder]) -> None:
+    """History that was counted before an order was left to it is not complete: it lacks at least that one."""
+    named = {(name, micros(sent.created_at)) for sent in left for name in sent.identities}
+    lacking = {
+        kind.name
+        for kind in stood.state.identities
+        if kind.filled_at_us is not None and not kind.lacking
+        if any(name == kind.name and not kind.takes(created_at_us) for name, created_at_us in named)
+    }
+    if lacking:
+        types = [structs.replace(each, lacking=1) if each.name in lacking else each for each in stood.state.identities]
+        unit.change(tx, stood, structs.replace(stood.state, identities=types))
 
 
 def _measure(unit: Unit, verdicts: Sequence[Verdict], left_to_history: int) -> None:

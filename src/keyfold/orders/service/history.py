@@ -65,7 +65,7 @@ class History:
         self.unit = unit
         self.dimensions = names.dimensions
         self.identities = names.identities
-        self.source = source
+        self.source = f"{source} {_read_by(unit, names)}"
         self._table = _named(unit, table, names)
 
     def must_be_sound(self) -> None:
@@ -130,14 +130,15 @@ class History:
         every = together.select(*columns).union(single.select(*columns))
         yield from self._streamed(every.order_by(kind.name), kind.name)
 
-    def lacking(self, order_ids: Sequence[str]) -> list[str]:
-        """Those of the orders that are not in the table."""
+    def lacking(self, kind: IdentityType, order_ids: Sequence[str]) -> list[str]:
+        """Those of the orders that do not count for an identity type: they are not in the table, or otherwise there."""
         import ibis
 
         if not order_ids:
             return []
         wanted = ibis.memtable({ORDER_ID: list(order_ids)}, schema={ORDER_ID: "string"})
-        missing = wanted.anti_join(self._table, ORDER_ID)
+        orders = self._orders(kind, None, ())
+        missing = wanted.anti_join(orders.filter(orders[CREATED_AT] < self._moment(kind.start_us or 0)), ORDER_ID)
         return sorted(missing.to_pyarrow()[ORDER_ID].to_pylist())
 
     def _orders(self, kind: IdentityType, after: str | None, without: Sequence[str]) -> "ir.Table":
@@ -169,7 +170,7 @@ class History:
                     list(zip(*dimensions, strict=True)) if dimensions else [()] * batch.num_rows
                 )
                 moments = [
-                    rows[name].cast(pa.timestamp("us", tz=rows[name].type.tz)).cast(pa.int64()).to_pylist()
+                    rows[name].cast(pa.timestamp("us", tz=rows[name].type.tz), safe=False).cast(pa.int64()).to_pylist()
                     for name in ("from_us", "to_us")
                 ]
                 yield from map(
@@ -217,12 +218,21 @@ class History:
 def opened(unit: Unit, where: "str | ir.Table", names: Names, source: str = "") -> History:
     """The history of a unit: Parquet files by path or pattern, or an Ibis table that a program gives."""
     if not isinstance(where, str):
-        return History(unit, where, names, source or "table")
+        # Two tables cannot be told apart: a run that was stopped begins anew, unless the caller says which this is.
+        return History(unit, where, names, source or uuid.uuid4().hex)
     paths = _files(where)
     stamp = hashlib.sha256(
         msgspec.json.encode([(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths])
     )
     return History(unit, _parquet(paths, unit.settings.history_megabytes_max), names, stamp.hexdigest())
+
+
+def _read_by(unit: Unit, names: Names) -> str:
+    """What decides, besides the table, what is read of it: where this has changed nothing is gone on with."""
+    hooks = Path(unit.settings.hooks)
+    text = hooks.read_text(encoding="utf-8") if hooks.suffix == ".py" and hooks.exists() else unit.settings.hooks
+    said = [names.columns, unit.settings.application_brands, text]
+    return hashlib.sha256(msgspec.json.encode(said, order="sorted")).hexdigest()[:16]
 
 
 def _files(where: str) -> list[Path]:
@@ -288,6 +298,9 @@ def _named(unit: Unit, table: "ir.Table", names: Names) -> "ir.Table":
         found[CREATED_AT] = moment.cast("timestamp('UTC')")
     elif not moment.type().is_timestamp():
         raise BadInput(f"{columns.get(CREATED_AT, CREATED_AT)} must be a timestamp", place="history")
+    for name, column in found.items():
+        if column.type().is_floating():
+            raise BadInput(f"{columns.get(name, name)} ({name}) holds real numbers", place="history", hint=_FLOATING)
     found[ORDER_ID] = found[ORDER_ID].cast("string")
     for name in identities:
         found[name] = found[name].cast("string").nullif("")
@@ -301,6 +314,9 @@ def _named(unit: Unit, table: "ir.Table", names: Names) -> "ir.Table":
         brand = named[APPLICATION].cases(*brands.items(), else_=UNKNOWN)
         named = named.mutate(**{BRAND: ibis.coalesce(brand, ibis.literal(UNKNOWN))})
     return unit.hooks.history(named) if unit.hooks.history is not None else named
+
+
+_FLOATING = "Write it as text, or as whole numbers that may be null: 123.0 would be another identity than 123"
 
 
 def _column(table: "ir.Table", path: str) -> Any:

@@ -56,10 +56,10 @@ def import_documents(
     documents_max: int = DOCUMENTS_MAX,
 ) -> Imported:
     """Set the history part of identities from documents, one JSON object a line."""
-    (kind,) = claim(store, unit, [name], "import")
     dimensions = _must_fit(store, unit)
+    (kind,) = claim(store, unit, [name], "import")
     started_at_us = store.read(lambda tx: tx.now_us)
-    job = Job.begin(store, unit, f"import {name}", f"{source} {','.join(dimensions)}")
+    job = Job.begin(store, unit, f"import {name}", f"{source} {','.join(dimensions)} {unit.settings.mixed_brand}")
     begin = int(job.progress.after or 0)
     refused: list[RefusedDocument] = []
     for piece in _pieces(lines, begin, documents_max):
@@ -71,7 +71,7 @@ def import_documents(
 
     def end(tx: Transaction) -> None:
         job.step(tx, done)
-        finish(tx, unit, kind, started_at_us, 0)
+        finish(tx, unit, kind, started_at_us, done.numbers.get("refused", 0))
 
     store.transact(end, name="import done", once=True)
     numbers = done.numbers
@@ -116,7 +116,7 @@ def _read(
         document = msgspec.json.decode(line, type=dict[str, Any])
         identity = str(document.get("_id", ""))
         return identity, list(filled_of(unit, kind, dimensions, document))
-    except (_Refused, BadInput, msgspec.DecodeError, UnicodeError) as error:
+    except (_Refused, BadInput, msgspec.DecodeError, UnicodeError, RecursionError) as error:
         return RefusedDocument(number, identity[:200], str(error))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
+from keyfold.core.errors import Internal, TooLarge
 from keyfold.core.store import Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import load
@@ -12,6 +13,7 @@ from keyfold.orders.model import DataItem, Identity, IdentityType, Property, Uni
 from keyfold.orders.service.unit import Unit
 from keyfold.orders.tables import NEVER_FROM_US, NEVER_TO_US
 
+ITEMS_MAX = 100_000  # counts in one answer
 CellKey = tuple[int, str]  # identity type, identity value
 Counts = Mapping[CellKey, list[tuple[Mapping[str, str], int]]]
 PARTS = ("live_count", "live_from_us", "live_to_us", "history_count", "history_from_us", "history_to_us")
@@ -57,13 +59,22 @@ def read_many(tx: Transaction, unit: Unit, queries: Sequence[Query]) -> list[lis
     counts = counts_of(
         tx, unit, [(ids[each.type], each.value) for query in queries for each in query.identities if each.type in ids]
     )
-    return [
-        [
-            IdentityData(each, grouped(counts.get((ids[each.type], each.value), ()), query.filters, query.group_by))
-            for each in query.identities
-        ]
-        for query in queries
-    ]
+    return [_answered(query, ids, counts) for query in queries]
+
+
+def _answered(query: Query, ids: Mapping[str, int], counts: Counts) -> list[IdentityData]:
+    """The answer to one query. A few bytes may ask for much: what is answered is bounded as what is asked."""
+    answers: list[IdentityData] = []
+    items = 0
+    for each in query.identities:
+        cells = counts.get((ids[each.type], each.value), ())
+        answers.append(IdentityData(each, grouped(cells, query.filters, query.group_by)))
+        items += len(answers[-1].data)
+        if items > ITEMS_MAX:
+            raise TooLarge(
+                f"the answer would have more than {ITEMS_MAX} counts", place="identities", hint="Ask for fewer at once"
+            )
+    return answers
 
 
 def must_be_known(state: UnitState, query: Query) -> None:
@@ -85,6 +96,8 @@ def counts_of(tx: Transaction, unit: Unit, keys: Sequence[CellKey]) -> Counts:
     """The cells of identities: values of the dimensions, and the number of orders, live and history together."""
     found = load(tx, unit.tables.cells, columns_of(keys), ("live_count", "history_count"))
     values = unit.values_of(tx, [key[2] for key in found])
+    if lost := [key[2] for key in found if key[2] not in values]:
+        raise Internal(f"the slice {lost[0]} of unit {unit.name} is lost")
     counts: dict[CellKey, list[tuple[Mapping[str, str], int]]] = {}
     for (type_id, value, slice_id), (live, history) in found.items():
         counts.setdefault((type_id, value), []).append((values[slice_id], live + history))

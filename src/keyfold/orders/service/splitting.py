@@ -6,7 +6,7 @@ every read sums right. What history cannot explain stays, is told, and the dimen
 """
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 
 import msgspec
@@ -22,7 +22,7 @@ from keyfold.orders.model import APPLICATION, UNKNOWN, IdentityType, Part, Slice
 from keyfold.orders.service.backfilling import corrected
 from keyfold.orders.service.filling import Report, behind, must_not_be_splitting, silent
 from keyfold.orders.service.history import History, HistoryCell
-from keyfold.orders.service.jobs import Job, Progress
+from keyfold.orders.service.jobs import Job, Progress, progress_of
 from keyfold.orders.service.reading import PARTS
 from keyfold.orders.service.unit import DAY_US, Unit
 from keyfold.orders.tables import NEVER_FROM_US, NEVER_TO_US
@@ -77,6 +77,7 @@ def switch(store: Store, unit: Unit, dimension: str, column: str | None = None) 
         stood = unit.stood(tx)
         state = stood.state
         if state.splitting is not None and state.splitting.dimension == dimension:
+            _must_be_same_column(state, dimension, column)
             return state.splitting
         must_not_be_splitting(state)
         if dimension in state.dimensions:
@@ -84,6 +85,7 @@ def switch(store: Store, unit: Unit, dimension: str, column: str | None = None) 
         if any(each.name == dimension for each in state.identities):
             raise BadInput(f"{dimension!r} is an identity type")
         _must_be_filled(state)
+        _must_not_be_filling(tx, unit)
         # Marks go a day behind the watermark: every order from then on that is counted live has one.
         begun = Splitting(dimension, tx.now_us, stood.late_before_us - DAY_US)
         columns = {**state.columns, **({dimension: column} if column else {})}
@@ -94,6 +96,15 @@ def switch(store: Store, unit: Unit, dimension: str, column: str | None = None) 
     return store.transact(work, name="switch dimension")
 
 
+def _must_be_same_column(state: UnitState, dimension: str, column: str | None) -> None:
+    begun = state.columns.get(dimension)
+    if column is not None and begun is not None and column != begun:
+        raise Conflict(
+            f"the dimension {dimension!r} is being added from the column {begun!r}, not {column!r}",
+            hint="Go on with that, or let history have the right values in it",
+        )
+
+
 def _must_be_filled(state: UnitState) -> None:
     """A history that is half counted would leave cells that nothing explains, and could not be finished meanwhile."""
     for each in state.identities:
@@ -102,6 +113,13 @@ def _must_be_filled(state: UnitState) -> None:
                 f"the history of {each.name} has to be counted to its end first",
                 hint=f"Run: keyfold orders backfill --identity {each.name}",
             )
+
+
+def _must_not_be_filling(tx: Transaction, unit: Unit) -> None:
+    """A backfill that was stopped half way leaves identities of two histories."""
+    for name, progress in sorted(progress_of(tx, unit).items()):
+        if name.startswith(("backfill ", "import ")) and not progress.is_done:
+            raise Conflict(f"the {name} was not finished", hint=f"Run it to its end: keyfold orders {name.split()[0]}")
 
 
 def _must_be_name(unit: Unit, dimension: str) -> None:
@@ -223,7 +241,12 @@ class _Splitter:
     def run(self) -> SplitType:
         dimension = self._splitting.dimension
         source = self._history.source if self._history is not None else ""
-        job = Job.begin(self._store, self._unit, f"split {dimension} {self._kind.name}", f"{source} {dimension}")
+        job = Job.begin(
+            self._store,
+            self._unit,
+            f"split {dimension} {self._kind.name}",
+            f"{source} {dimension} {self._rest_as_unknown}",
+        )
         # What is not read to its end is closed here, not whenever Python finds it: another query may run by then.
         with closing(self._read_history(job.progress.after)) as cells:
             stream = _Ranges(cells)
@@ -281,7 +304,7 @@ class _Splitter:
     ) -> tuple[dict[str, int], list[Unexplained]]:
         olds = old_slices(tx, self._unit, self._splitting.dimension)
         cells = self._locked(tx, after, upto, olds)
-        pieces, moved = self._pieces(tx, explained, olds)
+        pieces, moved = self._pieces(tx, explained)
         gone: list[Place] = []
         explained_at = {place for place, cell in cells.items() if _is_explained(cell, pieces.get(place, {}))}
         added: dict[tuple[str, Slice], OldCell] = {}
@@ -306,7 +329,7 @@ class _Splitter:
         if totals["orders_before"] != totals["orders_after"]:
             raise Internal(f"{totals['orders_before']} orders would become {totals['orders_after']}")
         self._replace(tx, gone, added)
-        self._mark_moved(tx, {order_id: target for order_id, (place, target) in moved.items() if place in explained_at})
+        self._mark_moved(tx, self._moves(moved, explained_at, olds))
         totals["cells"] = len(gone)
         totals["left"] = 0 if self._rest_as_unknown else len(left)
         return totals, left
@@ -334,37 +357,35 @@ class _Splitter:
         return {(key[1], key[2]): (Part(*row[:3]), Part(*row[3:])) for key, row in held.items()}
 
     def _pieces(
-        self, tx: Transaction, explained: Sequence[HistoryCell], olds: Mapping[int, Mapping[str, str]]
+        self, tx: Transaction, explained: Sequence[HistoryCell]
     ) -> tuple[dict[Place, dict[Slice, OldCell]], dict[str, tuple[Place, int]]]:
         """What history says of each old cell, by the slice that its orders go to; and where marked orders go."""
         assert self._history is not None or not explained
         single = [each.order_id for each in explained if each.order_id]
-        counted = self._counted_without(tx, single, olds)
+        counted = self._slices_of(tx, single)
         pieces: dict[Place, dict[Slice, OldCell]] = {}
         moved: dict[str, tuple[Place, int]] = {}
         for each in explained:
-            if each.order_id and each.order_id not in counted:
-                continue
             values = dict(zip(self._history.dimensions if self._history else (), each.values, strict=True))
             target = self._unit.slice_of(values)
             old = {name: value for name, value in values.items() if name != self._splitting.dimension}
             place = (each.identity, self._unit.slice_of(old).slice_id)
+            if each.order_id and counted.get(each.order_id) != place[1]:
+                continue
             here = pieces.setdefault(place, {}).setdefault(target, (_empty(), _empty()))
             here[0 if each.is_live else 1].add(Part(each.count, each.from_us, each.to_us))
             if each.order_id:
                 moved[each.order_id] = (place, target.slice_id)
         return pieces, moved
 
-    def _counted_without(
-        self, tx: Transaction, order_ids: Sequence[str], olds: Mapping[int, Mapping[str, str]]
-    ) -> set[str]:
-        """Those of the orders that count in a slice without the dimension, for this identity type."""
+    def _slices_of(self, tx: Transaction, order_ids: Sequence[str]) -> dict[str, int]:
+        """The slice in which each of the orders counts for this identity type; nothing of those that do not."""
         wanted = ("slice_id", "moved", "is_corrected")
         marks = load(tx, self._unit.tables.marks, {"order_id": order_ids}, wanted)
         return {
-            order_id
+            order_id: int(moved_of(moved).get(self._kind.type_id) or slice_id)
             for (order_id,), (slice_id, moved, is_corrected) in marks.items()
-            if not is_corrected and moved_of(moved).get(self._kind.type_id, slice_id) in olds
+            if not is_corrected
         }
 
     def _replace(self, tx: Transaction, gone: Sequence[Place], added: Mapping[tuple[str, Slice], OldCell]) -> None:
@@ -391,6 +412,20 @@ class _Splitter:
             least=["live_from_us", "history_from_us"],
             greatest=["live_to_us", "history_to_us"],
         )
+
+    def _moves(
+        self,
+        moved: Mapping[str, tuple[Place, int]],
+        explained_at: Collection[Place],
+        olds: Mapping[int, Mapping[str, str]],
+    ) -> dict[str, int]:
+        """Where orders have gone: as history says, or, where that does not suffice, to what is called unknown."""
+        moves = {order_id: target for order_id, (place, target) in moved.items() if place in explained_at}
+        if self._rest_as_unknown:
+            for order_id, (place, _) in moved.items():
+                if place not in explained_at and place[1] in olds:
+                    moves[order_id] = self._slice(olds[place[1]], UNKNOWN).slice_id
+        return moves
 
     def _mark_moved(self, tx: Transaction, moved: Mapping[str, int]) -> None:
         """Remember where orders went, so that they can still be taken back."""

@@ -17,7 +17,9 @@ def move_watermark(tx: Transaction, unit: Unit) -> bool:
         return False
     changed = sa.update(unit.tables.state).where(unit.tables.state.c.name == STATE)
     newer = unit.tables.state.c.late_before_us < edge
-    return tx.execute(changed.where(newer).values(late_before_us=edge)).rowcount == 1
+    # Whoever has read the state to change it must see this: the marks that are left are part of what they decide by.
+    moved = changed.where(newer).values(late_before_us=edge, version=unit.tables.state.c.version + 1)
+    return tx.execute(moved).rowcount == 1
 
 
 def purge_marks(tx: Transaction, unit: Unit, rows_max: int) -> int:

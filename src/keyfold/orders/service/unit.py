@@ -53,7 +53,7 @@ class Unit:
     # The state ----------------------------------------------------------------------------------------------------
 
     def stood(self, tx: Transaction) -> Stood:
-        """The state as this transaction sees it."""
+        """The state as this transaction sees it; it may have changed it itself, so nothing of it is remembered."""
         found = load(tx, self.tables.state, {"name": [STATE]}, ("version", "body", "late_before_us"))
         if not found:
             raise Internal(f"the unit {self.name} has no state")
@@ -61,9 +61,7 @@ class Unit:
         seen = self._seen
         if seen is not None and seen[1].version == version and seen[1].late_before_us == late_before_us:
             return seen[1]
-        stood = Stood(msgspec.json.decode(body, type=UnitState), version, late_before_us)
-        self._seen = (tx.now_us, stood)
-        return stood
+        return Stood(msgspec.json.decode(body, type=UnitState), version, late_before_us)
 
     def seen(self, tx: Transaction) -> Stood:
         """The state for a reader: of this moment, or of a second ago."""
