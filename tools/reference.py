@@ -84,7 +84,7 @@ def scopes() -> str:
 def metric_table() -> str:
     rows = (
         (f"`{each.name}{'_total' if each.type == 'counter' else ''}`", each.type, each.documentation)
-        for each in metrics.REGISTRY.collect()
+        for each in sorted(metrics.REGISTRY.collect(), key=lambda each: each.name)
     )
     return table("Metrics", ("Metric", "Type", "What it measures"), rows)
 
