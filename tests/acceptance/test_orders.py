@@ -267,6 +267,8 @@ def test_the_commands_fill_history_add_what_is_new_and_take_back(terminal: Termi
     write_history(terminal.directory / "h.parquet", past)
     filled = terminal.answer("orders", "backfill", "--identity", "phone_id")
     assert [(each["identity"], each["orders"], each["lacking"]) for each in filled] == [("phone_id", 9, 0)]
+    told = terminal.run("orders", "backfill", "--identity", "phone_id")
+    assert "Backfill: orders by phone_id (9 of 9)" in told.stderr
     (read,) = terminal.answer("orders", "query", "phone_id=p1", "--evidence")["data"]
     assert (read["data"][0]["counter_value"], read["evidence"]["history"]) == (3, "backfilled")
     assert terminal.answer("orders", "check", "phone_id=p1", "--fewer-than", "3", code=1)["allowed"] is False

@@ -16,8 +16,11 @@ from keyfold.core.errors import BadInput, Conflict, LeaseLost, SettingsWrong, To
 from keyfold.core.store import Transaction
 from keyfold.orders.model import CompletedOrder, DimensionPending, Identity, Property
 from keyfold.orders.service import reading, sweeping
+from keyfold.orders.service.backfilling import backfill
 from keyfold.orders.service.checking import Check, Checked, check_orders, release
 from keyfold.orders.service.correcting import correct_orders
+from keyfold.orders.service.history import History, names_of
+from keyfold.orders.service.history import opened as history_of
 from keyfold.orders.service.identities import add_identity
 from keyfold.orders.service.importing import import_documents
 from keyfold.orders.service.keeping import kept_orders, redrive
@@ -576,6 +579,30 @@ def test_a_rerun_follows_a_history_that_was_mended(with_history: Orders, tmp_pat
     assert with_history.cells() == recount(every[60:], DIMENSIONS, list(ALL)), "what vanished is zero"
     with_history.backfill(write_history(path, every), cells_max=50)
     assert with_history.cells() == recount(every, DIMENSIONS, list(ALL))
+
+
+@pytest.mark.spec("ORD-08")
+def test_any_ibis_table_will_do_and_one_that_was_mended_is_read_from_its_beginning(tmp_path: Path) -> None:
+    import ibis
+
+    every = some_orders(20, 40, START - DAY, START)
+    connection = ibis.duckdb.connect()
+
+    def table(sent: list[CompletedOrder]) -> History:
+        path = write_history(tmp_path / "h.parquet", sent)
+        naive = "* REPLACE (CAST(created_proc AT TIME ZONE 'UTC' AS TIMESTAMP) AS created_proc)"
+        connection.raw_sql(f"CREATE OR REPLACE TABLE finished AS SELECT {naive} FROM read_parquet('{path}')")
+        made = connection.table("finished")
+        return history_of(orders.unit, made, names_of(orders.unit, orders.store.read(orders.unit.stood).state))
+
+    def stop(done: int, what: str) -> None:
+        raise Killed
+
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        with pytest.raises(Killed):
+            backfill(orders.store, orders.unit, table(every[:20]), list(ALL), stop, cells_max=5)
+        backfill(orders.store, orders.unit, table(every), list(ALL))
+        assert orders.cells() == recount(every, DIMENSIONS, list(ALL))
 
 
 class Killed(BaseException):
