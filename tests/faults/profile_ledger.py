@@ -156,13 +156,14 @@ class Book:
                 place = (profile, key)
                 if place not in latest and (stands := self._public_time(place, now)) is not None:
                     latest[place] = stands
+                one: Waiting | None = None
                 if owner is None:
                     public[profile].append((counter, key, value, time))
                     self._move(latest, place, time, now)
                 else:
                     one = Waiting(counter, value, time, owner, fields["event_id"], number, now_us)
                     self._waiting[place].append(one)
-                for freed in self._freed(place, latest, now_us):
+                for freed in self._freed(place, latest, now_us, one):
                     public[profile].append((freed.counter, key, freed.value, freed.time))
         for profile, updates in public.items():
             reference = self._profiles.setdefault(profile, Reference(self._catalog, TYPE))
@@ -173,9 +174,16 @@ class Book:
             if reference.refused:
                 self.broken.append(f"C1: {profile} counts {reference.refused}, which leaves 64 bits")
 
-    def _freed(self, place: Place, latest: dict[Place, int], now_us: int) -> list[Waiting]:
-        """Take out what a second source confirms, and what that confirms in turn."""
+    def _freed(self, place: Place, latest: dict[Place, int], now_us: int, new: Waiting | None) -> list[Waiting]:
+        """Take out what a second source confirms, and what that confirms in turn.
+
+        It begins with what is new: of two that wait, one past its period, a clock that goes back makes no pair.
+        """
         freed: list[Waiting] = []
+        if new is not None and not self._is_confirmed(
+            new, self._alive(self._waiting[place], now_us), latest.get(place)
+        ):
+            return freed
         while True:
             here = self._alive(self._waiting[place], now_us)
             free = [each for each in here if self._is_confirmed(each, here, latest.get(place))]
