@@ -1,7 +1,8 @@
 """What a part brings to the product: settings, topics, routes, loops, commands. Core mounts them and knows no part."""
 
+import importlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -33,6 +34,16 @@ class Part(Struct, frozen=True, kw_only=True):
     def topics_of(self, settings: "Settings") -> Sequence[TopicSpec]:
         """The topics of a part, some of which a user names in the settings."""
         return self.topics(settings) if callable(self.topics) else self.topics
+
+
+def later(where: str) -> Callable[[Any], Any]:
+    """A function of a part, `module:attribute`, imported when it is first called: what it stands on may be heavy."""
+    module, _, attribute = where.partition(":")
+
+    def call(given: Any) -> Any:
+        return getattr(importlib.import_module(module), attribute)(given)
+
+    return call
 
 
 def named_tables(parts: "Sequence[Part]", settings: "Settings") -> "list[sa.Table]":
