@@ -1,0 +1,1 @@
+"""Segments: the difference of two sorted snapshots, folded into a versioned set per user."""
