@@ -14,7 +14,23 @@ def map_body(context: Any, body: Any) -> Any:
         body = _without_nul(body)
     if isinstance(body, dict) and ("identities" in body or "orders" in body):
         body = _of_the_unit(body)
+    if isinstance(body, dict) and "user_ids" in body:
+        body = {**body, "user_ids": _ascending(body["user_ids"])}
+    if isinstance(body, dict) and "source_table" in body and isinstance(body["source_table"], str):
+        body = {
+            **body,
+            "source_table": "",
+            "condition": "" if isinstance(body.get("condition"), str) else body.get("condition"),
+        }
     return _meant(body)
+
+
+def _ascending(ids: Any) -> Any:
+    """Ids of a snapshot ascend, and are all numbers or all text, where they are ids at all: no schema says so."""
+    if not isinstance(ids, list) or not all(type(each) is int or isinstance(each, str) for each in ids):
+        return ids
+    alike = [each for each in ids if isinstance(each, str) == isinstance(ids[0], str)]
+    return sorted(set(alike), key=lambda each: each.encode(errors="replace") if isinstance(each, str) else each)
 
 
 def _without_nul(value: Any) -> Any:

@@ -672,7 +672,7 @@ def test_on_kafka_a_topic_is_listed_tailed_and_sent_again(
     keyfold: Terminal, ready_file: str, kafka_server: KafkaServer
 ) -> None:
     on_kafka = {"KEYFOLD_TOPICS_KIND": "kafka", "KEYFOLD_TOPICS_KAFKA": kafka_server.bootstrap}
-    for topic in ("tally-events", "tally-changes", "rides-orders-completed"):
+    for topic in ("tally-events", "tally-changes", "rides-orders-completed", "cdp-segments-log"):
         kafka_server.create_topic(topic, 4)
     keyfold.answer("tally", "add", "apples", **on_kafka)
     pending = sa.select(sa.func.count()).where(MESSAGES.c.position.is_(None))
@@ -691,6 +691,7 @@ def test_on_kafka_a_topic_is_listed_tailed_and_sent_again(
     assert versions() == [1, 1]
     listed = keyfold.answer("topics", "list", **on_kafka)
     assert {topic["topic"]: topic["kept"] for topic in listed} == {  # type: ignore[attr-defined]
+        "cdp-segments-log": 0,
         "rides-orders-completed": 0,
         "tally-changes": 2,
         "tally-events": 0,
@@ -733,6 +734,7 @@ def test_serve_without_work_publishes_nothing(keyfold: Terminal, ready_file: str
         assert process.wait(30) == 0
     with product(ready_file) as context:
         assert {topic.topic: topic.pending for topic in overview(context)} == {
+            "cdp-segments-log": 0,
             "rides-orders-completed": 0,
             "tally-changes": 0,
             "tally-events": 1,
@@ -878,6 +880,11 @@ CASES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("orders", "kept"): (),
     ("orders", "redrive"): (),
     ("orders", "add-identity"): ("mail",),
+    ("segments", "create"): ("sports",),
+    ("segments", "status"): (),
+    ("segments", "sweep"): (),
+    ("segments", "get"): ("1",),
+    ("segments", "history"): ("1",),
     ("counters", "example"): (),
     ("counters", "show"): (str(EXAMPLE),),
     ("counters", "lint"): (str(EXAMPLE), str(EXAMPLE)),
@@ -897,6 +904,7 @@ ELSEWHERE = {
     ("orders", "import"),
     ("orders", "add-dimension"),
     ("orders", "correct"),
+    *(("segments", each) for each in ("evaluate", "upload", "approve", "retry", "off", "on", "why")),
 }
 
 

@@ -24,7 +24,7 @@ from keyfold.segments.settings import SegmentsSettings
 
 KIND = "segment"
 EVERY = "*"
-Number64 = Annotated[int, Meta(ge=0, le=2**64 - 1)]
+Number64 = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": 2**64 - 1})]
 
 
 class CreateBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,7 +62,7 @@ class ListQuery(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HistoryQuery(Struct, frozen=True, forbid_unknown_fields=True):
-    before: Annotated[int, Meta(ge=1)] | None = None
+    before: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
     limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
 
 
@@ -73,13 +73,18 @@ class WhyQuery(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class PartBody(Struct, frozen=True, forbid_unknown_fields=True):
     user_ids: Annotated[list[Number64 | UserId], Meta(min_length=1, description="ascending, without a repeat")]
 
+    def __post_init__(self) -> None:
+        for each in self.user_ids:
+            if isinstance(each, int) and not 0 <= each < 2**64:
+                raise ValueError(f"{each} in user_ids is not a number of 64 bits without a sign")
+
 
 class FinishBody(Struct, frozen=True, forbid_unknown_fields=True):
     parts: Annotated[int, Meta(ge=1, le=PARTS_MAX, description="how many there are, numbered from 1")]
 
 
 class ApproveBody(Struct, frozen=True, forbid_unknown_fields=True):
-    evaluation_version: Annotated[int, Meta(ge=1, description="what is held; another is refused")]
+    evaluation_version: Annotated[int, Meta(ge=1, le=2**63 - 1, description="what is held; another is refused")]
 
 
 class SweepBody(Struct, frozen=True, forbid_unknown_fields=True):
@@ -191,7 +196,7 @@ def routes(context: Context) -> list[Route]:
         ),
         Route(
             method="POST",
-            path="/v1/segments/sweep",
+            path="/v1/segment-sweep",
             summary="Collect what has expired, step by step",
             scope="admin",
             body=SweepBody,
