@@ -10,9 +10,17 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from keyfold.core.errors import Conflict, LeaseLost
+from keyfold.segments.service import queueing
 from keyfold.segments.service.queueing import Queued
 from tests.segments import Segments, opened
 from tests.unit.segments.reference import Entries, changed
@@ -21,7 +29,9 @@ USERS = [0, 3, 7, 12, 100, 2**31, 2**63 - 1, 2**63, 2**63 + 5, 2**64 - 1]
 NAMES = ["a", "aa", "b"]
 SEGMENTS_MAX = 2
 NAME, WORKER = st.sampled_from(NAMES), st.sampled_from(["w1", "w2"])
-SNAPSHOT = st.lists(st.sampled_from(USERS), unique=True, max_size=len(USERS)).map(sorted)
+SNAPSHOT = st.integers(0, 2 ** len(USERS) - 1).map(
+    lambda bits: [user for at, user in enumerate(USERS) if bits >> at & 1]
+)
 
 
 class Machine(RuleBasedStateMachine):
@@ -42,6 +52,12 @@ class Machine(RuleBasedStateMachine):
         self.versions: dict[int, int] = {}
         self.ticks: dict[str, Any] = {}
         self.rows = {name: product.row(name) for name in NAMES}
+        self.minimal = dict.fromkeys(NAMES, 0)
+
+    @initialize(first=st.tuples(SNAPSHOT, SNAPSHOT, SNAPSHOT))
+    def begin(self, first: tuple[list[int], ...]) -> None:
+        for name, users in zip(NAMES, first, strict=True):
+            self.upload(name, users)
 
     @rule(name=NAME, users=SNAPSHOT)
     def upload(self, name: str, users: list[int]) -> None:
@@ -53,22 +69,40 @@ class Machine(RuleBasedStateMachine):
         self.snapshots[name, row.evaluation_version] = users
         self.look()
 
-    @rule(worker=WORKER, steps=st.integers(1, 9))
-    def work(self, worker: str, steps: int) -> None:
+    @rule(worker=WORKER, steps=st.integers(1, 3))
+    def work_a_little(self, worker: str, steps: int) -> None:
         """A worker does some bounded pieces of work, and stops where it is."""
+        for _ in range(steps):
+            if not self.step(worker):
+                break
+
+    @rule(worker=WORKER)
+    def work_on(self, worker: str) -> None:
+        """A worker finishes what it has begun, or the whole diff of another segment."""
+        while self.step(worker):
+            pass
+
+    @rule()
+    def work_all(self) -> None:
+        """Both workers take turns until nothing is left to do."""
+        while any([self.step("w1"), self.step("w2")]):
+            pass
+
+    def step(self, worker: str) -> bool:
+        """Whether there is more of this tick."""
         tick = self.ticks.get(worker) or self.product.differ.next(worker)
         self.ticks[worker] = tick
-        for _ in range(steps if tick is not None else 0):
-            try:
-                next(tick)
-            except StopIteration:
-                self.ticks[worker] = None
-                self.look()
-                break
-            except LeaseLost:  # overtaken, or the segment was turned off: nothing was committed by this step
-                self.ticks[worker] = None
-                break
-            self.look()
+        if tick is None:
+            return False
+        try:
+            next(tick)
+        except StopIteration:
+            self.ticks[worker] = None
+        except LeaseLost:  # overtaken, or the segment was turned off: nothing was committed by this step
+            self.ticks[worker] = None
+            return False
+        self.look()
+        return self.ticks[worker] is not None
 
     @rule(worker=WORKER)
     def stop(self, worker: str) -> None:
@@ -86,6 +120,7 @@ class Machine(RuleBasedStateMachine):
         self.product.act("off", name)
         self.look()
 
+    @precondition(lambda self: not all(row.is_on for row in self.rows.values()))
     @rule(name=NAME)
     def turn_on(self, name: str) -> None:
         was_on = self.rows[name].is_on
@@ -102,12 +137,14 @@ class Machine(RuleBasedStateMachine):
                 self.product.approve(name, row.evaluation_version)
         self.look()
 
+    @precondition(lambda self: any(row.is_waiting for row in self.rows.values()))
     @rule(name=NAME)
     def retry(self, name: str) -> None:
         with contextlib.suppress(Conflict):
             self.product.act("retry", name)
         self.look()
 
+    @precondition(lambda self: any(row.minimal_valid_version for row in self.rows.values()))
     @rule()
     def sweep(self) -> None:
         self.product.sweep()
@@ -116,8 +153,10 @@ class Machine(RuleBasedStateMachine):
 
     def look(self) -> None:
         """Replay through the model what was committed since the last look."""
+        found = self.product.store.read(lambda tx: queueing.queued(tx, NAMES))
+        self.minimal = {name: row.minimal_valid_version for name, row in found.items()}
         for name in NAMES:
-            before, after = self.rows[name], self.product.row(name)
+            before, after = self.rows[name], found[name]
             if after.chunks > before.chunks or (after.target_version and after.upto != before.upto):
                 self.committed(before, after)
             self.rows[name] = after
@@ -132,9 +171,8 @@ class Machine(RuleBasedStateMachine):
                 self.apply(user, after.segment_id, target, user in new)
 
     def apply(self, user: int, segment: str, version: int, is_added: bool) -> None:
-        minimal = {name: self.product.row(name).minimal_valid_version for name in NAMES}
         set_before = self.sets.get(user, [])
-        set_after = changed(set_before, segment, version, is_added, minimal, SEGMENTS_MAX)
+        set_after = changed(set_before, segment, version, is_added, self.minimal, SEGMENTS_MAX)
         if set_after != set_before:
             self.sets[user] = set_after
             self.versions[user] = self.versions.get(user, 0) + 1
@@ -196,8 +234,8 @@ def test_sets_are_what_a_plain_model_says_whatever_happens(product: Segments) ->
     run_state_machine_as_test(
         Here,
         settings=settings(
-            max_examples=60 if is_embedded else 25,
-            stateful_step_count=40,
+            max_examples=60 if is_embedded else 15,
+            stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
