@@ -330,10 +330,3 @@ def _otherwise(known: CompletedOrder, earlier: bool) -> CompletedOrder:
     if earlier:
         return msgspec.structs.replace(known, created_at=known.created_at - timedelta(hours=1))
     return msgspec.structs.replace(known, properties={"tariff": "z"})
-
-
-def simulate(seed: int, template: Path, directory: Path) -> "dict[tuple[str, str], int]":
-    """Run one seed; returns what struck whom."""
-    simulation = OrderSimulation(seed, template, directory)
-    simulation.run()
-    return simulation.struck

@@ -301,10 +301,3 @@ def settings(url: str) -> Settings:
 def _handlers() -> Handlers:
     """Those of the one log, so that a sweep has no others to look at."""
     return Handlers(handlers.load(str(HANDLERS)).by_log[LOG])
-
-
-def simulate(seed: int, template: Path, directory: Path) -> "dict[tuple[str, str], int]":
-    """Run one seed; returns what struck whom."""
-    simulation = ProfileSimulation(seed, template, directory)
-    simulation.run()
-    return simulation.struck

@@ -16,11 +16,9 @@ from tests.faults import (
     killsweep,
     lostcommit,
     order_plants,
-    order_simulator,
     order_writers,
     plants,
     profile_plants,
-    profile_simulator,
     smalldisk,
     writers,
 )
@@ -30,11 +28,14 @@ from tests.faults.lostcommit import through
 from tests.faults.matrix import Hit
 from tests.faults.nursery import Desk, Nursery
 from tests.faults.order_scenario import ORDERS
+from tests.faults.order_simulator import OrderSimulation
 from tests.faults.pgproxy import Cut
 from tests.faults.plants import PLANTS, Plant
 from tests.faults.profile_scenario import PROFILES
+from tests.faults.profile_simulator import ProfileSimulation
 from tests.faults.profile_writers import busy_profile
-from tests.faults.simulator import simulate
+from tests.faults.seeds import Play, simulate
+from tests.faults.simulator import Simulation
 from tests.faults.stage import Violated
 from tests.orders import Orders
 from tests.orders import opened as opened_orders
@@ -53,9 +54,6 @@ CAUGHT = re.compile(rf"seed \d+: ([XGNCO]\d|{REFUSED}): ")
 HALVES = 2
 
 
-Simulate = Callable[[int, Path, Path], object]
-
-
 def rotating(harness: str) -> pytest.MarkDecorator:
     """The plants of this harness whose turn it is."""
     every = [plant for plant in PLANTS if plant.harness == harness]
@@ -72,35 +70,35 @@ def is_used(uses: int) -> None:
 
 @rotating("simulator")
 def test_the_simulator_catches_this_bug(plant: Plant, template: Path, fast_path: Path, hit: Hit) -> None:
-    _must_be_caught(plant, simulate, template, fast_path)
+    _must_be_caught(plant, Simulation, template, fast_path)
     hit(plant.part)
 
 
 @rotating(profile_plants.SIMULATOR)
 def test_the_simulator_of_profiles_catches_this_bug(plant: Plant, template: Path, fast_path: Path, hit: Hit) -> None:
-    _must_be_caught(plant, profile_simulator.simulate, template, fast_path)
+    _must_be_caught(plant, ProfileSimulation, template, fast_path)
     hit(plant.part)
 
 
 @rotating(order_plants.SIMULATOR)
 def test_the_simulator_of_orders_catches_this_bug(plant: Plant, template: Path, fast_path: Path, hit: Hit) -> None:
-    _must_be_caught(plant, order_simulator.simulate, template, fast_path)
+    _must_be_caught(plant, OrderSimulation, template, fast_path)
     hit(plant.part)
 
 
-def _must_be_caught(plant: Plant, simulate: Simulate, template: Path, fast_path: Path) -> None:
+def _must_be_caught(plant: Plant, play: Play, template: Path, fast_path: Path) -> None:
     with plant.planted() as plot:
-        caught = _first_violation(simulate, range(first := seed(), first + SEEDS_MAX), template, fast_path)
+        caught = _first_violation(play, range(first := seed(), first + SEEDS_MAX), template, fast_path)
     is_used(plot.uses)
     assert caught, f"{SEEDS_MAX} seeds from {first} obeyed every law"
     assert CAUGHT.search(caught), f"this is a fault of the plant, not of what it mutilates: {caught}"
     print(caught)
 
 
-def _first_violation(simulate: Simulate, seeds: range, template: Path, fast_path: Path) -> str:
+def _first_violation(play: Play, seeds: range, template: Path, fast_path: Path) -> str:
     for number in seeds:
         try:
-            simulate(number, template, fast_path)
+            simulate(play, number, template, fast_path)
         except Violated as violated:
             return f"seed {number}: {violated.broken[0]}"
     return ""
