@@ -19,6 +19,7 @@ from tests.faults import (
     order_writers,
     plants,
     profile_plants,
+    profile_writers,
     smalldisk,
     writers,
 )
@@ -29,17 +30,16 @@ from tests.faults.matrix import Hit
 from tests.faults.nursery import Desk, Nursery
 from tests.faults.order_scenario import ORDERS
 from tests.faults.order_simulator import OrderSimulation
+from tests.faults.part_writers import busy
 from tests.faults.pgproxy import Cut
 from tests.faults.plants import PLANTS, Plant
 from tests.faults.profile_scenario import PROFILES
 from tests.faults.profile_simulator import ProfileSimulation
-from tests.faults.profile_writers import busy_profile
 from tests.faults.seeds import Play, simulate
 from tests.faults.simulator import Simulation
 from tests.faults.stage import Violated
 from tests.orders import Orders
 from tests.orders import opened as opened_orders
-from tests.profiles import opened as opened_profiles
 from tests.servers.postgres import PostgresServer
 
 pytestmark = pytest.mark.timeout(TIMEOUT_SECONDS)
@@ -185,9 +185,9 @@ def test_writers_at_once_catch_this_bug(plant: Plant, postgres_url: str, hit: Hi
 
 @rotating(profile_plants.WRITERS)
 def test_workers_at_once_on_one_profile_catch_this_bug(plant: Plant, postgres_url: str, hit: Hit) -> None:
-    with opened_profiles(postgres_url, kernel="numpy") as profiles, plant.planted() as plot:
+    with profile_writers.writing_at(postgres_url) as writing, plant.planted() as plot:
         try:
-            caught: object = busy_profile(profiles).broken
+            caught: object = busy(writing).broken
         except DataRefused as refusal:
             caught = refusal  # two changes of one version, which the outbox takes only once
     is_used(plot.uses)
@@ -197,7 +197,7 @@ def test_workers_at_once_on_one_profile_catch_this_bug(plant: Plant, postgres_ur
 
 
 ORDER_WRITERS: dict[str, Callable[[Orders], list[str]]] = {
-    "marks of orders are looked for, and then inserted": lambda orders: order_writers.busy_identity(orders).broken,
+    "marks of orders are looked for, and then inserted": lambda orders: busy(order_writers.writing_of(orders)).broken,
     "whoever reserves takes no gate": lambda orders: order_writers.last_place(orders, rounds=100),
     "corrections are looked for, and then inserted": lambda orders: order_writers.taken_back_by_two(orders, rounds=50),
 }
