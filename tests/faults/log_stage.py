@@ -20,6 +20,7 @@ from keyfold.core.part import Part
 from keyfold.core.relay import Relay
 from keyfold.core.settings import Settings
 from keyfold.core.store import Transaction
+from tests.faults.book import Book
 from tests.faults.stage import Actor, OutsideTopic, SimulatedTopics, Stage, patched
 
 DAY = 86_400
@@ -28,19 +29,6 @@ BATCH_MAX = 3
 
 Item = TypeVar("Item")  # what is counted
 Said = Sequence[tuple[Item, str]]  # what was said of each
-
-
-class Book(Protocol):
-    """The laws of a part: told of every commit, and compared with the store."""
-
-    broken: list[str]
-    counted: Any  # by id
-
-    def commit(self, now_us: int, given: Any, /) -> None: ...
-
-    def look(self, tx: Transaction, /) -> Any: ...
-
-    def compare(self, found: Any, /) -> list[str]: ...
 
 
 class Sweep(Protocol):
