@@ -32,7 +32,7 @@ from tests.faults.order_scenario import ORDERS
 from tests.faults.order_simulator import OrderSimulation
 from tests.faults.part_writers import busy
 from tests.faults.pgproxy import Cut
-from tests.faults.plants import PLANTS, Plant
+from tests.faults.plants import PLANTS, Plant, Plot
 from tests.faults.profile_scenario import PROFILES
 from tests.faults.profile_simulator import ProfileSimulation
 from tests.faults.seeds import Play, simulate
@@ -66,6 +66,13 @@ def rotating(harness: str) -> pytest.MarkDecorator:
 
 def is_used(uses: int) -> None:
     assert uses, "this plant no longer fits the code: nothing of it was ever run"
+
+
+def _was_caught(plant: Plant, plot: Plot, caught: object, hit: Hit) -> None:
+    is_used(plot.uses)
+    assert caught
+    print(caught)
+    hit(plant.part)
 
 
 @rotating("simulator")
@@ -155,10 +162,7 @@ def test_the_full_disk_catches_this_bug(plant: Plant, small_disk: Path, template
             broken = smalldisk.broken_when_full(small_disk, template, "put")
         except sa.exc.OperationalError as error:
             broken = [repr(error)]  # the transaction that did not end is in the way of the next
-    is_used(plot.uses)
-    assert broken
-    print(broken[0])
-    hit(plant.part)
+    _was_caught(plant, plot, broken, hit)
 
 
 WRITERS: dict[str, Callable[[Context], object]] = {
@@ -177,10 +181,7 @@ def test_writers_at_once_catch_this_bug(plant: Plant, postgres_url: str, hit: Hi
             caught = WRITERS[plant.name](context)
         except DataRefused as refusal:
             caught = refusal  # two changes of one version, which the outbox takes only once
-    is_used(plot.uses)
-    assert caught
-    print(caught)
-    hit(plant.part)
+    _was_caught(plant, plot, caught, hit)
 
 
 @rotating(profile_plants.WRITERS)
@@ -190,10 +191,7 @@ def test_workers_at_once_on_one_profile_catch_this_bug(plant: Plant, postgres_ur
             caught: object = busy(writing).broken
         except DataRefused as refusal:
             caught = refusal  # two changes of one version, which the outbox takes only once
-    is_used(plot.uses)
-    assert caught
-    print(caught)
-    hit(plant.part)
+    _was_caught(plant, plot, caught, hit)
 
 
 ORDER_WRITERS: dict[str, Callable[[Orders], list[str]]] = {
@@ -210,10 +208,7 @@ def test_workers_at_once_on_the_same_orders_catch_this_bug(plant: Plant, postgre
             caught: object = ORDER_WRITERS[plant.name](orders)
         except StoreBusy as refusal:
             caught = refusal  # a cell from which more was taken than it had
-    is_used(plot.uses)
-    assert caught
-    print(caught)
-    hit(plant.part)
+    _was_caught(plant, plot, caught, hit)
 
 
 @rotating(order_plants.HISTORY)
@@ -223,10 +218,7 @@ def test_a_count_of_history_catches_this_bug(plant: Plant, tmp_path: Path, hit: 
         plant.planted() as plot,
     ):
         caught = order_writers.from_history(orders, tmp_path)
-    is_used(plot.uses)
-    assert caught
-    print(caught)
-    hit(plant.part)
+    _was_caught(plant, plot, caught, hit)
 
 
 @rotating("lost answers")
@@ -238,10 +230,7 @@ def test_lost_answers_catch_this_bug(
     limits = lostcommit.ONE_TRY if keyed else None
     with through(postgres_server, postgres_url, lambda: next(cuts), limits=limits) as product, plant.planted() as plot:
         broken = lostcommit.asking(product, 10)[0] if keyed else lostcommit.adding(product, 10)
-    is_used(plot.uses)
-    assert broken
-    print(broken)
-    hit(plant.part)
+    _was_caught(plant, plot, broken, hit)
 
 
 def test_every_plant_has_a_harness_and_at_least_ten_are_tried_each_time() -> None:
