@@ -8,16 +8,13 @@ with ids, in transactions of `limits.gather_items_max`, every profile equally li
 With --quick the smaller store has so few profiles that a transaction meets many of them twice, which flatters it.
 """
 
-import itertools
-import os
-import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
-from bench import stores
+from bench import growth, stores
 from bench.b2_profile_updates import (
     COUNTER,
     KEYS,
@@ -29,92 +26,55 @@ from bench.b2_profile_updates import (
     undisturbed_rate,
 )
 from bench.b3_profile_read import PEOPLE, rows_of
-from bench.harness import Goal, Race, Side
-from keyfold.core import memory
+from bench.harness import Race
 from keyfold.core.context import Context
+from keyfold.core.store import Transaction
 from keyfold.counters.bulk import Updates, fold
 from keyfold.profiles.handlers import Event
 from keyfold.profiles.model import event_of
 from keyfold.profiles.service.product import Product
-from keyfold.profiles.service.reading import View, read_profiles
+from keyfold.profiles.service.reading import Read, View, read_profiles
 
-OPTION = "KEYFOLD_BENCH_GROWTH"
-QUICK, USUAL, FULL = (10_000, 100_000), (100_000, 1_000_000), (100_000, 1_000_000, 10_000_000)
+TITLES = growth.Titles("profiles", "updates", "events/s", "a read")
+VIEW = View(frozenset([COUNTER]), [])
 BODIES = 2_000  # different bodies, dealt in turn
 FILL_ROWS = 200_000
 SCATTER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it maps numbers of 64 bits one to one
-MUST, MOONSHOT = 0.67, 0.91  # flat within 1.5×, within 1.1×
-
-
-class Sizes:
-    def __init__(self, quick: bool) -> None:
-        self.profiles = QUICK if quick else FULL if os.environ.get(OPTION) == "full" else USUAL
-        self.transactions = 2 if quick else 10
-        self.reads = 200 if quick else 2_000
 
 
 def races(quick: bool) -> Iterator[Race]:
-    memory.settle()  # as every server and worker does when it starts
-    sizes = Sizes(quick)
-    with stores.each_kind() as kinds:
-        for kind, new_url in kinds.items():
-            with ExitStack() as stack:
-                grown = []
-                for count in sizes.profiles:
-                    context, product = stack.enter_context(profiles_at(new_url()))
-                    grown.append(Grown(context, product, count))
-                updates = [Side(_size(each.count), lambda each=each: each.update(sizes.transactions)) for each in grown]  # type: ignore[misc]
-                reads = [Side(_size(each.count), lambda each=each: each.read(sizes.reads)) for each in grown]  # type: ignore[misc]
-                goals = _goals(sizes.profiles)
-                yield Race(title=f"updates, {kind}", unit="events/s", sides=updates, goals=goals)
-                yield Race(title=f"p99 of a read, {kind}", unit="ms", sides=reads, goals=goals, better="less")
+    return growth.races(quick, TITLES, grown_at, transactions=2 if quick else 10)
 
 
-def _goals(counts: Sequence[int]) -> list[Goal]:
-    """What the table asks for is the step from 1 M to 10 M; a smaller one is shown without a grade."""
-    before, last = counts[-2:]
-    if (before, last) == FULL[-2:]:
-        return [Goal(side=_size(last), against=_size(before), must=MUST, moonshot=MOONSHOT)]
-    return [Goal(side=_size(last), against=_size(before), note=f"the step to 10 M needs {OPTION}=full")]
-
-
-def _size(count: int) -> str:
-    return f"{count / 1_000_000:g} M profiles"
+@contextmanager
+def grown_at(url: str, count: int) -> Iterator["Grown"]:
+    with profiles_at(url) as (context, product):
+        fill(context, product, count)
+        yield Grown(context, product, count)
 
 
 def scattered(number: int) -> str:
     return f"{number * SCATTER % 2**64:016x}"
 
 
-class Grown:
+class Grown(growth.Grown[list[Read]]):
     """A store that holds so many profiles."""
 
     def __init__(self, context: Context, product: Product, count: int) -> None:
-        self.count = count
-        self._context = context
+        super().__init__(context, count)
         self._product = product
-        self._ids = itertools.count()
-        self._chance = random.Random(14)
-        fill(context, product, count)
-        self.update(1)
-        self.read(20)
 
-    def update(self, transactions: int) -> float:
+    def write(self, transactions: int) -> float:
         events = self._events(transactions * TRANSACTION_EVENTS)
         return undisturbed_rate(len(events), lambda: count_marked(self._context, self._product, events))
 
-    def read(self, requests: int) -> float:
-        """The p99 in milliseconds."""
-        view = View(frozenset([COUNTER]), [])
-        taken = []
-        for _ in range(requests):
-            people = {scattered(self._chance.randrange(self.count)) for _ in range(PEOPLE)}
-            entries = [([("user", each)], view) for each in people]
-            started = time.perf_counter()
-            answer = self._context.store.read(lambda tx, e=entries: read_profiles(tx, self._product, e))  # type: ignore[misc]
-            taken.append(time.perf_counter() - started)
-            assert all(read.version for read in answer)
-        return float(np.percentile(taken, 99)) * 1000
+    def _question(self) -> Callable[[Transaction], list[Read]]:
+        people = {scattered(self._chance.randrange(self.count)) for _ in range(PEOPLE)}
+        entries = [([("user", each)], VIEW) for each in people]
+        return lambda tx: read_profiles(tx, self._product, entries)
+
+    def _is_whole(self, answer: list[Read]) -> bool:
+        return all(read.version for read in answer)
 
     def _events(self, count: int) -> list[tuple[str, Event]]:
         now = int(time.time())

@@ -10,99 +10,55 @@ between the two largest. Marks of earlier rounds stay, equally many in each stor
 a transaction meets many of their cells twice, which flatters it: 0.1 M cells are those of 5,000 people.
 """
 
-import itertools
-import os
-import random
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 
-import numpy as np
-
-from bench import stores
+from bench import growth
 from bench.b2_profile_updates import undisturbed_rate
 from bench.b4_order_intake import BRANDS, TRANSACTION_ORDERS, orders_at, take_in_all
 from bench.b5_order_read import CELLS_OF_PERSON, GROUP_BY, fill, identity, slices_of
-from bench.b14_growth import FULL, MOONSHOT, MUST, OPTION, QUICK, USUAL
-from bench.harness import Goal, Race, Side
-from keyfold.core import memory
+from bench.harness import Race
 from keyfold.core.context import Context
+from keyfold.core.store import Transaction
 from keyfold.orders.model import CompletedOrder, Identity, Property
-from keyfold.orders.service.reading import Query, read_orders
+from keyfold.orders.service.reading import IdentityData, Query, read_orders
 from keyfold.orders.service.unit import Unit
 from keyfold.orders.settings import RIDES_IDENTITIES
 
-
-class Sizes:
-    def __init__(self, quick: bool) -> None:
-        self.cells = QUICK if quick else FULL if os.environ.get(OPTION) == "full" else USUAL
-        self.transactions = 1 if quick else 5
-        self.reads = 200 if quick else 2_000
+TITLES = growth.Titles("cells", "order intake", "orders/s", "an order read")
 
 
 def races(quick: bool) -> Iterator[Race]:
-    memory.settle()  # as every server and worker does when it starts
-    sizes = Sizes(quick)
-    with stores.each_kind() as kinds:
-        for kind, new_url in kinds.items():
-            with ExitStack() as stack:
-                grown = []
-                for count in sizes.cells:
-                    url = new_url()
-                    context, unit = stack.enter_context(orders_at(url))
-                    fill(url, count // CELLS_OF_PERSON)
-                    grown.append(Grown(context, unit, count))
-                intake = [Side(_size(each.count), lambda each=each: each.take_in(sizes.transactions)) for each in grown]  # type: ignore[misc]
-                reads = [Side(_size(each.count), lambda each=each: each.read(sizes.reads)) for each in grown]  # type: ignore[misc]
-                goals = _goals(sizes.cells)
-                yield Race(title=f"order intake, {kind}", unit="orders/s", sides=intake, goals=goals)
-                yield Race(title=f"p99 of an order read, {kind}", unit="ms", sides=reads, goals=goals, better="less")
+    return growth.races(quick, TITLES, grown_at, transactions=1 if quick else 5)
 
 
-def _goals(counts: Sequence[int]) -> list[Goal]:
-    """What the table asks for is the step from 1 M to 10 M; a smaller one is shown without a grade."""
-    before, last = counts[-2:]
-    if (before, last) == FULL[-2:]:
-        return [Goal(side=_size(last), against=_size(before), must=MUST, moonshot=MOONSHOT)]
-    return [Goal(side=_size(last), against=_size(before), note=f"the step to 10 M needs {OPTION}=full")]
+@contextmanager
+def grown_at(url: str, count: int) -> Iterator["Grown"]:
+    with orders_at(url) as (context, unit):
+        fill(url, count // CELLS_OF_PERSON)
+        yield Grown(context, unit, count)
 
 
-def _size(count: int) -> str:
-    return f"{count / 1_000_000:g} M cells"
-
-
-class Grown:
+class Grown(growth.Grown[list[IdentityData]]):
     """A store that holds so many cells."""
 
     def __init__(self, context: Context, unit: Unit, count: int) -> None:
-        self.count = count
-        self._context = context
+        super().__init__(context, count)
         self._unit = unit
-        self._ids = itertools.count()
-        self._chance = random.Random(14)
-        self.take_in(1)
-        self.read(20)
 
-    def take_in(self, transactions: int) -> float:
+    def write(self, transactions: int) -> float:
         orders = [self._order() for _ in range(transactions * TRANSACTION_ORDERS)]
         return undisturbed_rate(len(orders), lambda: take_in_all(self._context, self._unit, orders))
 
-    def read(self, requests: int) -> float:
-        """The p99 in milliseconds."""
-        taken = []
-        for _ in range(requests):
-            value = identity(self._person())
-            query = Query(
-                [Identity(name, value) for name in RIDES_IDENTITIES],
-                [Property("brand", self._chance.choice(BRANDS))],
-                GROUP_BY,
-            )
-            started = time.perf_counter()
-            answer = self._context.store.read(lambda tx, query=query: read_orders(tx, self._unit, query))  # type: ignore[misc]
-            taken.append(time.perf_counter() - started)
-            assert len(answer) == len(RIDES_IDENTITIES)
-        return float(np.percentile(taken, 99)) * 1000
+    def _question(self) -> Callable[[Transaction], list[IdentityData]]:
+        value = identity(self._person())
+        brand = self._chance.choice(BRANDS)
+        query = Query([Identity(name, value) for name in RIDES_IDENTITIES], [Property("brand", brand)], GROUP_BY)
+        return lambda tx: read_orders(tx, self._unit, query)
+
+    def _is_whole(self, answer: list[IdentityData]) -> bool:
+        return len(answer) == len(RIDES_IDENTITIES)
 
     def _person(self) -> int:
         return self._chance.randrange(self.count // CELLS_OF_PERSON)

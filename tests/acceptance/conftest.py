@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.acceptance.served import KEYFOLD, LOGS, PROFILES, QUIET_LIMITS, TRIAL, UNITS, Served, Start, token_for
+from tests.acceptance.served import KEYFOLD, LOGS, PROFILES, TRIAL, UNITS, Served, Start, serving
 
 
 @pytest.fixture
@@ -43,21 +43,6 @@ def start_trial(tmp_path: Path) -> Iterator[Start]:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One server for all the tests that leave it as it was; `shared.token` may do everything."""
-    directory = tmp_path_factory.mktemp("shared")
-    url = f"sqlite:///{directory / 'keyfold.db'}"
-    environ = {
-        **LOGS,
-        **QUIET_LIMITS,
-        **PROFILES,
-        **UNITS,
-        "KEYFOLD_STORE_URL": url,
-        "KEYFOLD_LIMITS_REQUEST_SECONDS_MAX": "2",
-        "KEYFOLD_LIMITS_BODY_BYTES_MAX": "2000000",
-    }
-    served = Served([*KEYFOLD, "serve", "--port", "0"], directory, environ)
-    try:
-        served.wait_until_ready()
-        served.store_url, served.token = url, token_for(url)
+    limits = {"KEYFOLD_LIMITS_REQUEST_SECONDS_MAX": "2", "KEYFOLD_LIMITS_BODY_BYTES_MAX": "2000000"}
+    with serving(tmp_path_factory.mktemp("shared"), {**PROFILES, **UNITS, **limits}) as served:
         yield served
-    finally:
-        served.stop()

@@ -5,7 +5,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,20 @@ def token_for(store_url: str, scopes: Sequence[str] = tuple(SCOPES), **grants: S
         return access.create(store, "acceptance", scopes, grants or None)
     finally:
         store.close()
+
+
+@contextmanager
+def serving(directory: Path, environ: Mapping[str, str] = {}) -> Iterator[Served]:
+    """A server for many tests, with its store in `directory`; its `token` may do everything."""
+    url = f"sqlite:///{directory / 'keyfold.db'}"
+    command = [*KEYFOLD, "serve", "--port", "0"]
+    served = Served(command, directory, {**LOGS, **QUIET_LIMITS, "KEYFOLD_STORE_URL": url, **environ})
+    try:
+        served.wait_until_ready()
+        served.store_url, served.token = url, token_for(url)
+        yield served
+    finally:
+        served.stop()
 
 
 def tally(served: Served, token: str, key: str) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import requests
 
-from tests.acceptance.served import KEYFOLD, LOGS, QUIET_LIMITS, Served, token_for
+from tests.acceptance.served import KEYFOLD, LOGS, Served, serving, token_for
 from tests.orders import order, write_history
 
 pytestmark = pytest.mark.spec("ORD-03")
@@ -63,14 +63,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "[orders.units.mapped]\n"
         'application_brands = {android = "yataxi"}\n'
     )
-    url = f"sqlite:///{directory / 'keyfold.db'}"
-    server = Served([*KEYFOLD, "serve", "--port", "0"], directory, {**LOGS, **QUIET_LIMITS, "KEYFOLD_STORE_URL": url})
-    try:
-        server.wait_until_ready()
-        server.store_url, server.token = url, token_for(url)
+    with serving(directory) as server:
         yield server
-    finally:
-        server.stop()
 
 
 def send(served: Served, *orders: dict[str, Any], unit: str = "rides") -> Any:

@@ -13,7 +13,7 @@ import requests
 from keyfold.core import access
 from keyfold.core.store import Store
 from keyfold.counters.messages_pb2 import Profiles
-from tests.acceptance.served import KEYFOLD, LOGS, PROFILES, QUIET_LIMITS, Served, token_for
+from tests.acceptance.served import KEYFOLD, PROFILES, Served, serving
 from tests.profiles import OFFER, OFFER_TIME, opened
 from tests.profiles import event as own_event
 
@@ -40,15 +40,8 @@ types = ["user"]
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("profiles")
     (directory / "keyfold.toml").write_text(SETTINGS)
-    url = f"sqlite:///{directory / 'keyfold.db'}"
-    environ = {**LOGS, **QUIET_LIMITS, **PROFILES, "KEYFOLD_STORE_URL": url}
-    server = Served([*KEYFOLD, "serve", "--port", "0"], directory, environ)
-    try:
-        server.wait_until_ready()
-        server.store_url, server.token = url, token_for(url)
+    with serving(directory, PROFILES) as server:
         yield server
-    finally:
-        server.stop()
 
 
 def named(served: Served, name: str, **grants: list[str]) -> str:

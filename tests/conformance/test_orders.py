@@ -2,7 +2,8 @@
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ from tests.orders import DAY, HOUR, NOW, START, Orders, iso, opened, order, reco
 
 DIMENSIONS = ["tariff", "brand", "payment_method_type"]
 ALL = {"phone_id": "p1", "yandex_uid": "u1", "card_id": "c1", "device_id": "d1"}
+
+
+def four_at_once(work: Callable[[int], None]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))  # raises what any of them raised
 
 
 @pytest.fixture
@@ -97,11 +103,7 @@ def test_concurrent_repeats_count_once(store_url: str) -> None:
                 with guard:
                     statuses.extend(found)
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        four_at_once(work)
         assert statuses.count("accepted") == len(sent)
         assert statuses.count("duplicate") == 3 * len(sent)
         assert orders.cells() == recount(sent, DIMENSIONS, list(ALL))
@@ -453,11 +455,7 @@ def test_two_who_ask_at_once_do_not_both_get_the_last_place(store_url: str) -> N
                 if check(orders, name, identities=shared, fewer_than=7).allowed:
                     granted.append(name)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        four_at_once(work)
         assert len(granted) == 7
 
 

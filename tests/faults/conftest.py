@@ -13,6 +13,8 @@ from tests.faults import matrix
 from tests.faults.matrix import hit as hit  # a fixture
 from tests.faults.nursery import STRACE, Desk, Nursery, migrated
 from tests.faults.smalldisk import DISK_BYTES
+from tests.servers.fixtures import running
+from tests.servers.postgres import PostgresServer
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,6 +43,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
     yield tmp_path
     subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+@pytest.fixture
+def server() -> Iterator[PostgresServer]:
+    """A server of its own, which is killed, with fsync on as in production."""
+    yield from running(PostgresServer)
 
 
 @pytest.fixture

@@ -1,10 +1,12 @@
 """Where a part that counts what a topic brings is played: its consumers, its clock, an operator who replays it."""
 
 import contextlib
+from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -18,19 +20,35 @@ from keyfold.core.part import Part
 from keyfold.core.relay import Relay
 from keyfold.core.settings import Settings
 from keyfold.core.store import Transaction
+from tests.faults.book import Book
 from tests.faults.stage import Actor, OutsideTopic, SimulatedTopics, Stage, patched
 
 DAY = 86_400
 BATCH_MAX = 3
 
 
-class LogStage(Stage):
-    """Two workers or more of one topic; a play sets `_consumer`."""
+Item = TypeVar("Item")  # what is counted
+Said = Sequence[tuple[Item, str]]  # what was said of each
+
+
+class Sweep(Protocol):
+    """Deletes what has outlived its time."""
+
+    def step(self) -> bool: ...
+
+
+class LogStage(Stage, Generic[Item]):
+    """Two workers or more of one topic, callers, a sender, a sweeper, a relay; a play sets `_consumer` and `book`."""
 
     part: Part
     log_topic: str
+    relayed_topic: str
     outside: Sequence[str]
     partitions = 2
+    sent_max: int  # in the topic
+    batches_max: int  # of each caller
+    sweeper_rests: int  # turns between two sweeps
+    book: Book
     _consumer: Consumer
 
     def __init__(
@@ -47,6 +65,95 @@ class LogStage(Stage):
         self._back_seconds = 0.0  # how far the clock went back in all
         self._highest_us = 0  # what it showed before it last moved, or earlier
         self._accepted: dict[int, int] = defaultdict(int)
+        # What was sent and asked for; what was said in a transaction under way.
+        self._sent = 0
+        self._asking: dict[str, Sequence[Item]] = {}
+        self._asked = {"asker0": 0, "asker1": 0}
+        self._said: list[tuple[Transaction, Said[Item]]] = []
+
+    @abstractmethod
+    def _item(self) -> Item:
+        """Something to count: new, a repeat, or another thing under a known id."""
+
+    @abstractmethod
+    def _send(self) -> None:
+        """Put something into the topic, poison now and then."""
+
+    @abstractmethod
+    def _caller(self) -> Callable[[Sequence[Item]], Mapping[str, str]]:
+        """A process that counts batches; of those it calls counted, by id, what it said."""
+
+    @abstractmethod
+    def _sweep(self) -> Sweep:
+        """In a process of its own."""
+
+    @abstractmethod
+    def _broken_besides(self, found: Any, at_the_end: bool) -> list[str]:
+        """The laws broken that the book does not know of."""
+
+    def _own_bodies(self) -> Mapping[str, Callable[[], None]]:
+        """Of the kinds of actors that only this play has."""
+        return {}
+
+    def _body(self, kind: str, name: str) -> Callable[[], None]:
+        bodies: dict[str, Callable[[], None]] = {
+            "log": lambda: self._keep_stepping(ConsumerWorker(self._context(), self._consumer, name)),
+            "relay": lambda: self._keep_stepping(Relay(self._context(), self.relayed_topic, name)),
+            "sender": self._keep_sending,
+            "sweeper": self._keep_sweeping,
+            **self._own_bodies(),
+        }
+        return bodies.get(kind) or (lambda: self._keep_asking(kind))
+
+    def _keep_sending(self) -> None:
+        while self._sent < self.sent_max:
+            self.pause("between two messages")
+            self._send()
+
+    def _keep_asking(self, kind: str) -> None:
+        caller = self._caller()
+        while self._asked[kind] < self.batches_max:
+            self._ask(kind, caller)
+            self.pause("between two requests")
+
+    def _ask(self, kind: str, caller: Callable[[Sequence[Item]], Mapping[str, str]]) -> None:
+        """Count a batch; whoever died before the answer asks again with the same."""
+        if kind not in self._asking:
+            self._asking[kind] = [self._item() for _ in range(self.chance.randint(1, BATCH_MAX))]
+        for item_id, status in caller(self._asking[kind]).items():
+            if item_id not in self.book.counted:
+                self.book.broken.append(f"X1: {item_id} was acknowledged as {status} and is not there")
+        del self._asking[kind]
+        self._asked[kind] += 1
+
+    def _send_and_ask_the_rest(self, caller: Callable[[Sequence[Item]], Mapping[str, str]]) -> None:
+        while self._sent < self.sent_max:
+            self._send()
+        for kind in self._asked:
+            while self._asked[kind] < self.batches_max:
+                self._ask(kind, caller)
+
+    def _keep_sweeping(self) -> None:
+        sweep = self._sweep()
+        while True:
+            for _ in range(self.sweeper_rests):
+                self.pause("resting")
+            sweep.step()
+
+    def _look(self, *, at_the_end: bool = False) -> None:
+        found = self._store.snapshot(self.book.look)
+        broken = self.book.broken + self.book.compare(found) + self._broken_besides(found, at_the_end)
+        if broken:
+            raise self._violated(broken)
+
+    def _committed(self, name: str, tx: Transaction, result: object) -> None:
+        """Nobody is stopped inside a transaction, so what was said in another has been rolled back."""
+        for said_tx, said in self._said:
+            if said_tx is tx:
+                self.book.commit(tx.now_us, said)
+                twice = sum(status == "duplicate" for _, status in said)
+                self.struck["message delivered twice", self.part.name] += twice
+        self._said.clear()
 
     def _part_of(self, kind: str) -> str:
         return self.part.name

@@ -1,7 +1,7 @@
 """Planted bugs of order statistics, each with the harness that must catch it; planted as those in plants.py are."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -9,15 +9,13 @@ from msgspec import structs
 
 from keyfold.core import audit
 from keyfold.core.store import Transaction
-from keyfold.core.store.shapes import load
 from keyfold.orders.model import CompletedOrder, micros
 from keyfold.orders.service import backfilling, checking, correcting, counting, filling, splitting, sweeping
 from keyfold.orders.service.history import History
-from keyfold.orders.service.jobs import Job, Progress
+from keyfold.orders.service.jobs import Job
 from keyfold.orders.service.unit import DAY_US, Unit
 from keyfold.orders.worker import Sweep
-from tests.faults.plants import Plot, plant
-from tests.faults.profile_plants import commit
+from tests.faults.plants import Plot, commit, commit_after, look_then_insert, not_there, plant
 
 SIMULATOR, KILLS, WRITERS, HISTORY = "order simulator", "order kill sweep", "order writers", "order history"
 
@@ -26,18 +24,10 @@ def _is(table: sa.Table, name: str) -> bool:
     return table.name.endswith(f"_{name}")
 
 
-def _looks_then_inserts(place: Any, name: str) -> Any:
-    """An `insert_new` that two writers pass at once."""
+def _only(place: Any, name: str, instead: Callable[..., set[Any]]) -> Callable[..., set[Any]]:
+    """An `insert_new` that is another for the table of this name."""
     insert_new = place.insert_new
-
-    def look_then_insert(tx: Transaction, table: sa.Table, columns: Any) -> set[Any]:
-        if not _is(table, name):
-            return set(insert_new(tx, table, columns))
-        known = load(tx, table, {"order_id": columns["order_id"]}, ())
-        insert_new(tx, table, columns)
-        return {(each,) for each in columns["order_id"]} - set(known)
-
-    return look_then_insert
+    return lambda tx, table, columns: (instead if _is(table, name) else insert_new)(tx, table, columns)
 
 
 # Marks ---------------------------------------------------------------------------------------------------------------
@@ -45,14 +35,7 @@ def _looks_then_inserts(place: Any, name: str) -> Any:
 
 @plant("an order leaves no mark", SIMULATOR, "orders")
 def _(plot: Plot) -> None:
-    insert_new = counting.insert_new
-
-    def insert(tx: Transaction, table: sa.Table, columns: Any) -> set[Any]:
-        if not _is(table, "marks"):
-            return insert_new(tx, table, columns)
-        return {(each,) for each in columns["order_id"]} - set(load(tx, table, {"order_id": columns["order_id"]}, ()))
-
-    plot.name(counting, "insert_new", insert)
+    plot.name(counting, "insert_new", _only(counting, "marks", not_there))
 
 
 @plant("the fingerprint of an order is not looked at", SIMULATOR, "orders")
@@ -108,14 +91,7 @@ def _(plot: Plot) -> None:
 
 @plant("marks of orders are committed before what they vouch for", KILLS, "orders")
 def _(plot: Plot) -> None:
-    insert_new = counting.insert_new
-
-    def mark_and_commit(tx: Transaction, *given: Any) -> set[Any]:
-        new = insert_new(tx, *given)
-        commit(tx)
-        return new
-
-    plot.name(counting, "insert_new", mark_and_commit)
+    commit_after(plot, counting, "insert_new")
 
 
 @plant("marks of orders are committed after what they vouch for", KILLS, "orders")
@@ -123,23 +99,21 @@ def _(plot: Plot) -> None:
     insert_new, add, kept = counting.insert_new, counting._add, list[tuple[Any, Any]]()
 
     def mark_later(tx: Transaction, table: sa.Table, columns: Any) -> set[Any]:
-        if not _is(table, "marks"):
-            return insert_new(tx, table, columns)
         kept[:] = [(table, columns)]
-        return {(each,) for each in columns["order_id"]} - set(load(tx, table, {"order_id": columns["order_id"]}, ()))
+        return not_there(tx, table, columns)
 
     def add_commit_and_mark(tx: Transaction, *given: Any) -> None:
         add(tx, *given)
         commit(tx)
         insert_new(tx, *kept[0])
 
-    plot.name(counting, "insert_new", mark_later)
+    plot.name(counting, "insert_new", _only(counting, "marks", mark_later))
     plot.name(counting, "_add", add_commit_and_mark)
 
 
 @plant("marks of orders are looked for, and then inserted", WRITERS, "orders")
 def _(plot: Plot) -> None:
-    plot.name(counting, "insert_new", _looks_then_inserts(counting, "marks"))
+    plot.name(counting, "insert_new", _only(counting, "marks", look_then_insert(counting.insert_new)))
 
 
 # Cells ---------------------------------------------------------------------------------------------------------------
@@ -221,7 +195,7 @@ def _(plot: Plot) -> None:
 
 @plant("corrections are looked for, and then inserted", WRITERS, "orders")
 def _(plot: Plot) -> None:
-    plot.name(correcting, "insert_new", _looks_then_inserts(correcting, "corrections"))
+    plot.name(correcting, "insert_new", _only(correcting, "corrections", look_then_insert(correcting.insert_new)))
 
 
 @plant("an order is taken back without an audit record", SIMULATOR, "orders")
@@ -254,13 +228,7 @@ def _(plot: Plot) -> None:
 
 @plant("a run moves on before its step has committed", KILLS, "orders")
 def _(plot: Plot) -> None:
-    step = Job.step
-
-    def step_and_commit(job: Job, tx: Transaction, progress: Progress) -> None:
-        step(job, tx, progress)
-        commit(tx)
-
-    plot.name(Job, "step", step_and_commit)
+    commit_after(plot, Job, "step")
 
 
 @plant("a backfill takes orders that were created at the start", HISTORY, "orders")
@@ -293,14 +261,7 @@ def _(plot: Plot) -> None:
 
 @plant("an old cell goes before its parts come", KILLS, "orders")
 def _(plot: Plot) -> None:
-    delete = splitting.delete
-
-    def delete_and_commit(tx: Transaction, *given: Any) -> int:
-        gone = delete(tx, *given)
-        commit(tx)
-        return gone
-
-    plot.name(splitting, "delete", delete_and_commit)
+    commit_after(plot, splitting, "delete")
 
 
 @plant("an old cell stays beside its parts", SIMULATOR, "orders")

@@ -5,7 +5,7 @@ Every step is the same in a run that goes on where another died.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -188,13 +188,8 @@ def finish(url: str) -> None:
             step()
 
 
-@contextlib.contextmanager
-def opened(url: str, clock: ManualClock) -> Iterator[Context]:
-    context = Context.open(settings(url), [PART], clock=clock)
-    try:
-        yield context
-    finally:
-        context.close()
+def opened(url: str, clock: ManualClock) -> contextlib.closing[Context]:
+    return contextlib.closing(Context.open(settings(url), [PART], clock=clock))
 
 
 def set_up(url: str) -> None:

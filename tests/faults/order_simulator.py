@@ -6,7 +6,7 @@ the clock jumps over the window, and back. A `Book` is told of every commit.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,7 +14,6 @@ import msgspec
 
 from keyfold.core import outbox
 from keyfold.core.clock import SECOND_US, ManualClock
-from keyfold.core.consumer import ConsumerWorker
 from keyfold.core.errors import Conflict, LeaseLost
 from keyfold.core.relay import Relay
 from keyfold.core.store import Store, Transaction
@@ -31,7 +30,7 @@ from keyfold.orders.service.splitting import split, switch
 from keyfold.orders.service.unit import Unit
 from keyfold.orders.service.unit import opened as units_of
 from keyfold.orders.worker import Sweep
-from tests.faults.log_stage import BATCH_MAX, DAY, LogStage
+from tests.faults.log_stage import DAY, LogStage
 from tests.faults.order_ledger import CITY, Book, Found, Listed
 from tests.faults.order_scenario import (
     CARD_START,
@@ -46,34 +45,32 @@ from tests.faults.order_scenario import (
 )
 from tests.orders import HOUR, order
 
-BATCHES, SENT = 5, 14  # of each asker; in the topic
 BACK_SECONDS_MAX = 2 * DAY
 LEASING = ("log", "relay")
 PEOPLE = ("a", "b")
 
 
-class OrderSimulation(LogStage):
+class OrderSimulation(LogStage[CompletedOrder]):
     """Orders of two people, who share a card."""
 
     steps = 160
     look_every_steps = 40
     test = "test_order_simulator.py"
     part = PART
-    log_topic = TOPIC
+    log_topic = relayed_topic = TOPIC
     outside = (TOPIC,)
+    sent_max, batches_max, sweeper_rests = 14, 5, 2
+
+    book: Book
 
     def __init__(self, seed: int, template: Path, directory: Path) -> None:
         super().__init__(seed, template, directory, settings, ManualClock((CARD_START + 3 * HOUR) * SECOND_US))
         self._unit = self._unit_of_a_process()
         self._consumer = worker._consumer(self._unit)
         self.book = Book(self._unit, STARTS)
-        # What history has; what is sent of it, which may lack the city; what a transaction under way was given.
+        # What history has; what is sent of it, which may lack the city.
         self._made: list[CompletedOrder] = []
         self._bodies: list[CompletedOrder] = []
-        self._sent = 0
-        self._asking: dict[str, list[CompletedOrder]] = {}
-        self._asked = {"asker0": 0, "asker1": 0}
-        self._given: list[tuple[Transaction, list[tuple[CompletedOrder, str]]]] = []
 
     # The run ----------------------------------------------------------------------------------------------------------
 
@@ -92,16 +89,8 @@ class OrderSimulation(LogStage):
             "operator",
         )
 
-    def _body(self, kind: str, name: str) -> Callable[[], None]:
-        bodies: dict[str, Callable[[], None]] = {
-            "log": lambda: self._keep_stepping(ConsumerWorker(self._context(), self._consumer, name)),
-            "relay": lambda: self._keep_stepping(Relay(self._context(), TOPIC, name)),
-            "sender": self._keep_sending,
-            "sweeper": self._keep_sweeping,
-            "historian": self._keep_history,
-            "operator": self._operate,
-        }
-        return bodies.get(kind) or (lambda: self._keep_asking(kind))
+    def _own_bodies(self) -> Mapping[str, Callable[[], None]]:
+        return {"historian": self._keep_history, "operator": self._operate}
 
     def _one_step(self) -> None:
         draw = self.chance.random()
@@ -121,11 +110,7 @@ class OrderSimulation(LogStage):
 
     def _run_dry(self) -> None:
         paused = self._all_but_paused_die("log")
-        while self._sent < SENT:
-            self._send()
-        for kind in self._asked:
-            while self._asked[kind] < BATCHES:
-                self._ask(kind, self._unit)
+        self._send_and_ask_the_rest(self._caller())
         relay_last = Relay(self._context(), TOPIC, "last")
         self._tame(relay_last)
         while relay_last.step():
@@ -134,7 +119,7 @@ class OrderSimulation(LogStage):
         self._finish_history()
         self._age((DEDUPE_DAYS + 3) * DAY)
         self._asking["asker0"] = list(self._bodies)
-        self._ask("asker0", self._unit)
+        self._ask("asker0", self._caller())
 
     def _finish_history(self) -> None:
         """All of history, and what it cannot explain is called unknown."""
@@ -154,23 +139,22 @@ class OrderSimulation(LogStage):
 
     def _age(self, seconds: float) -> None:
         self._move_clock(seconds)
-        sweep = Sweep(self._context(), units_of(self._context()))
+        sweep = self._sweep()
         sweep.step()
         self._move_clock(self._store.limits.transaction_seconds_max + 2)  # whoever saw an older watermark has ended
         while sweep.step():
             pass
 
-    # The actors -------------------------------------------------------------------------------------------------------
+    def _sweep(self) -> Sweep:
+        context = self._context()
+        return Sweep(context, units_of(context))
 
-    def _keep_sending(self) -> None:
-        while self._sent < SENT:
-            self.pause("between two orders")
-            self._send()
+    # The actors -------------------------------------------------------------------------------------------------------
 
     def _send(self) -> None:
         """Put an order in the topic, or in its outbox; poison now and then."""
         poisoned = self.faulty and self.chance.random() < 0.05
-        payload = b"{}" if poisoned else msgspec.json.encode(self._order())
+        payload = b"{}" if poisoned else msgspec.json.encode(self._item())
         message = Message(key=f"{self._sent}", version=1, event_time_us=0, schema="order/1", payload=payload)
         self._sent += 1
         if self.chance.random() < 0.45:
@@ -178,31 +162,14 @@ class OrderSimulation(LogStage):
             return
         self._store.transact(lambda tx: outbox.put(tx, self._topics, TOPIC, [message]), name="put")
 
-    def _keep_asking(self, kind: str) -> None:
+    def _caller(self) -> Callable[[Sequence[CompletedOrder]], Mapping[str, str]]:
         unit = self._unit_of_a_process()
-        while self._asked[kind] < BATCHES:
-            self._ask(kind, unit)
-            self.pause("between two requests")
 
-    def _ask(self, kind: str, unit: Unit) -> None:
-        """Count a batch; whoever died before the answer asks again with the same."""
-        if kind not in self._asking:
-            self._asking[kind] = [self._order() for _ in range(self.chance.randint(1, BATCH_MAX))]
-        orders = self._asking[kind]
-        verdicts = self._store.transact(lambda tx: counting.count_orders(tx, unit, orders), name="count")
-        for each in verdicts:
-            if each.status in ("accepted", "duplicate") and each.order_id not in self.book.counted:
-                self.book.broken.append(f"X1: {each.order_id} was acknowledged as {each.status} and is not there")
-        del self._asking[kind]
-        self._asked[kind] += 1
+        def count(batch: Sequence[CompletedOrder]) -> Mapping[str, str]:
+            verdicts = self._store.transact(lambda tx: counting.count_orders(tx, unit, batch), name="count")
+            return {each.order_id: each.status for each in verdicts if each.status in ("accepted", "duplicate")}
 
-    def _keep_sweeping(self) -> None:
-        context = self._context()
-        sweep = Sweep(context, units_of(context))
-        while True:
-            for _ in range(2):
-                self.pause("resting")
-            sweep.step()
+        return count
 
     def _keep_history(self) -> None:
         """Count history, as much of it as there is, or add the dimension; another may be at it too."""
@@ -245,7 +212,7 @@ class OrderSimulation(LogStage):
         )
         self._store.transact(lambda tx: (check, check_orders(tx, unit, [check])[0], Found(tx, unit)), name="check")
 
-    def _order(self) -> CompletedOrder:
+    def _item(self) -> CompletedOrder:
         """An order: a new one, one that came before, or another thing under an id that was counted."""
         chance = self.chance
         draw = chance.random()
@@ -278,20 +245,14 @@ class OrderSimulation(LogStage):
 
     # What is looked at ------------------------------------------------------------------------------------------------
 
-    def _look(self, *, at_the_end: bool = False) -> None:
-        found = self._store.snapshot(self.book.look)
-        broken = self.book.broken + self.book.compare(found)
-        if at_the_end:
-            settled = {*self.book.counted, *(order_id for order_id, _ in self.book.kept)}
-            broken += [
-                f"X1: {each.order_id} was sent and nobody said a word"
-                for each in self._made
-                if each.order_id not in settled
-            ]
-            broken += self.book.compare_slices(found, self._made)
-            broken += [f"O2: the mark of {each} was never purged" for each in found.marks]
-        if broken:
-            raise self._violated(broken)
+    def _broken_besides(self, found: Found, at_the_end: bool) -> list[str]:
+        if not at_the_end:
+            return []
+        settled = {*self.book.counted, *(order_id for order_id, _ in self.book.kept)}
+        lost = [each.order_id for each in self._made if each.order_id not in settled]
+        broken = [f"X1: {each} was sent and nobody said a word" for each in lost]
+        broken += self.book.compare_slices(found, self._made)
+        return broken + [f"O2: the mark of {each} was never purged" for each in found.marks]
 
     def _spies(self) -> contextlib.AbstractContextManager[None]:
         """Hear what is said of every order."""
@@ -300,18 +261,13 @@ class OrderSimulation(LogStage):
         def watch_count(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder]) -> list[Verdict]:
             verdicts = count_orders(tx, unit, orders)
             said = [(order, str(verdict.status)) for order, verdict in zip(orders, verdicts, strict=True)]
-            self._given.append((tx, said))
+            self._said.append((tx, said))
             return verdicts
 
         return self._heard([(counting, "count_orders", watch_count), (worker, "count_orders", watch_count)])
 
     def _committed(self, name: str, tx: Transaction, result: object) -> None:
-        """Nobody is stopped inside a transaction, so what another was given has been rolled back."""
-        for given_tx, said in self._given:
-            if given_tx is tx:
-                self.book.commit(tx.now_us, said)
-                self.struck["message delivered twice", "orders"] += [s for _, s in said].count("duplicate")
-        self._given.clear()
+        super()._committed(name, tx, result)
         self.book.latest_us = max(self.book.latest_us, tx.now_us)
         if name == "orders watermark":
             self.book.move_watermark(tx.now_us)
@@ -330,10 +286,3 @@ def _otherwise(known: CompletedOrder, earlier: bool) -> CompletedOrder:
     if earlier:
         return msgspec.structs.replace(known, created_at=known.created_at - timedelta(hours=1))
     return msgspec.structs.replace(known, properties={"tariff": "z"})
-
-
-def simulate(seed: int, template: Path, directory: Path) -> "dict[tuple[str, str], int]":
-    """Run one seed; returns what struck whom."""
-    simulation = OrderSimulation(seed, template, directory)
-    simulation.run()
-    return simulation.struck

@@ -2,50 +2,34 @@
 
 import random
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
 
-from keyfold.core.errors import Unavailable
 from keyfold.orders.model import CompletedOrder, Identity
 from keyfold.orders.service.checking import Check, Checked, check_orders
 from keyfold.orders.service.correcting import correct_orders
 from keyfold.orders.service.counting import count_orders
 from tests.faults.order_ledger import Book
-from tests.orders import DAY, HOUR, NOW, START, Orders, iso, order, write_history
+from tests.faults.part_writers import WORKERS, Writing, at_once
+from tests.orders import DAY, HOUR, NOW, START, Orders, iso, opened, order, write_history
 
 NAME = "busy identity"  # of the transactions
-WORKERS = 2
-BATCH = 4
-HOT_SHARE = 0.9
 TYPES = ("phone_id", "card_id")
 OPTIONS = {"identities": TYPES, "dimensions": ("tariff",), "dedupe_days": 10, "keep_days": 3650}
 WITH_HISTORY = {"identities": ("phone_id",), "dimensions": ("tariff",), "start": iso(START)}
 ROUNDS = 12
 
-T = TypeVar("T")
-R = TypeVar("R")
+
+@contextmanager
+def writing_at(url: str) -> Iterator[Writing[CompletedOrder]]:
+    with opened(url, **OPTIONS) as orders:
+        yield writing_of(orders)
 
 
-class Busy(NamedTuple):
-    """What became of a busy identity: the laws broken, and the orders that were of it."""
-
-    broken: list[str]
-    orders: int
-
-
-def busy_identity(orders: Orders, *, batches: int = 25) -> Busy:
-    """Two workers of which nine in ten orders are of one phone; every second order was sent to both."""
-    scripts = [_script(number, batches) for number in range(WORKERS)]
-
-    def work(script: Sequence[Sequence[CompletedOrder]]) -> None:
-        for batch in script:
-            count(orders, batch)
-
-    _at_once(work, scripts)
-    sent = [each for script in scripts for batch in script for each in batch]
-    return Busy(broken_in(orders, sent), sum(each.identities["phone_id"] == "busy" for each in sent))
+def writing_of(orders: Orders) -> Writing[CompletedOrder]:
+    return Writing("orders", NAME, "accepted", make_order, partial(count, orders), partial(broken_in, orders))
 
 
 def broken_in(orders: Orders, sent: Sequence[CompletedOrder], *, taken_back: Sequence[str] = ()) -> list[str]:
@@ -77,7 +61,7 @@ def last_place(orders: Orders, *, rounds: int = ROUNDS) -> list[str]:
     broken = []
     for number in range(rounds):
         together = threading.Barrier(WORKERS)
-        got = _at_once(ask, [(number, worker, together) for worker in range(WORKERS)])
+        got = at_once(ask, [(number, worker, together) for worker in range(WORKERS)])
         if got.count(True) != 1:
             broken.append(f"O1: {got.count(True)} of {WORKERS} got the only place of p{number}")
     return broken
@@ -97,7 +81,7 @@ def taken_back_by_two(orders: Orders, *, rounds: int = ROUNDS) -> list[str]:
             said += [one.order_id for one in found if one.status == "corrected"]
         return said
 
-    said = [order_id for each in _at_once(correct, range(WORKERS)) for order_id in each]
+    said = [order_id for each in at_once(correct, range(WORKERS)) for order_id in each]
     wrong = [] if sorted(said) == sorted(each.order_id for each in sent) else [f"X2: taken back were {sorted(said)}"]
     return wrong + broken_in(orders, sent, taken_back=[each.order_id for each in sent])
 
@@ -129,42 +113,8 @@ def from_history(orders: Orders, path: Path) -> list[str]:
     return broken + book.broken_in(orders.store) + book.compare_slices(found_now, made)
 
 
-def insisting(orders: Orders, is_enough: Callable[[], bool], *, first: int = 0) -> list[CompletedOrder]:
-    """Ask for batches, each until it is answered, with the same ids: the orders that were acknowledged."""
-    sent: list[CompletedOrder] = []
-    while not is_enough():
-        batch = [make_order(first + len(sent) + at, f"p{at}") for at in range(BATCH)]
-        while not (statuses := _answered(orders, batch)):
-            pass
-        assert statuses <= {"accepted", "duplicate"}, statuses
-        sent += batch
-    return sent
-
-
-def _answered(orders: Orders, batch: Sequence[CompletedOrder]) -> set[str]:
-    try:
-        return set(count(orders, batch))
-    except Unavailable:
-        return set()
-
-
 def make_order(number: int, phone: str) -> CompletedOrder:
     """The same for the same number, whoever makes it."""
     chance = random.Random(number)
     identities = {"phone_id": phone, "card_id": f"c{chance.randrange(3)}"}
     return order(f"o{number}", NOW - chance.randrange(DAY), identities, tariff=chance.choice("xyz"))
-
-
-def _script(worker: int, batches: int) -> list[list[CompletedOrder]]:
-    """Even numbers are shared by all workers, odd ones are of one."""
-    numbers = [number if number % 2 == 0 else number + 10_001 * worker * 2 for number in range(batches * BATCH)]
-    made = [
-        make_order(number, "busy" if random.Random(-number).random() < HOT_SHARE else f"cold{number % 7}")
-        for number in numbers
-    ]
-    return [made[at : at + BATCH] for at in range(0, len(made), BATCH)]
-
-
-def _at_once(work: Callable[[T], R], given: Sequence[T]) -> list[R]:
-    with ThreadPoolExecutor(len(given)) as pool:
-        return list(pool.map(work, given))

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import sqlalchemy as sa
 
 from keyfold.core import consumer, deadletters, gather, outbox, progress, relay
 from keyfold.core.store import Transaction, batch, shapes, sqlite
 from keyfold.core.store import store as stores
+from keyfold.core.store.schema import key_names
 from keyfold.core.topics.topic import Message, Pending, Record, Sink
 from keyfold.tally import service
 
@@ -88,6 +90,41 @@ class Plant(NamedTuple):
             yield plot
         finally:
             undo()
+
+
+def commit(tx: Transaction) -> None:
+    """End the transaction in its middle, and begin another."""
+    tx.driver("COMMIT")
+    tx.driver("BEGIN IMMEDIATE")
+
+
+def commit_after(plot: Plot, place: Any, name: str) -> None:
+    """Let a function end the transaction that it is given."""
+    original = getattr(place, name)
+
+    def call_and_commit(*given: Any) -> Any:
+        done = original(*given)
+        commit(next(each for each in given if isinstance(each, Transaction)))
+        return done
+
+    plot.name(place, name, call_and_commit)
+
+
+def not_there(tx: Transaction, table: sa.Table, columns: Any) -> set[Any]:
+    """The keys of columns that no row has: what an `insert_new` would say that it inserted."""
+    keys = {name: columns[name] for name in key_names(table)}
+    return set(zip(*keys.values(), strict=True)) - set(shapes.load(tx, table, keys, ()))
+
+
+def look_then_insert(insert_new: Callable[..., Any]) -> Callable[..., set[Any]]:
+    """An `insert_new` that two writers pass at once."""
+
+    def insert(tx: Transaction, table: sa.Table, columns: Any) -> set[Any]:
+        new = not_there(tx, table, columns)
+        insert_new(tx, table, columns)
+        return new
+
+    return insert
 
 
 PLANTS: list[Plant] = []

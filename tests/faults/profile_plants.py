@@ -10,15 +10,9 @@ from keyfold.core.store import Transaction
 from keyfold.core.store.shapes import load
 from keyfold.profiles.model import Held
 from keyfold.profiles.service import counting, folding, holding, storing, sweeping
-from tests.faults.plants import Plot, plant
+from tests.faults.plants import Plot, commit, commit_after, look_then_insert, not_there, plant
 
 SIMULATOR, KILLS, WRITERS = "profile simulator", "profile kill sweep", "profile writers"
-
-
-def commit(tx: Transaction) -> None:
-    """End the transaction in its middle, and begin another."""
-    tx.driver("COMMIT")
-    tx.driver("BEGIN IMMEDIATE")
 
 
 # Marks ---------------------------------------------------------------------------------------------------------------
@@ -37,8 +31,7 @@ def _(plot: Plot) -> None:
         for earlier in kept:
             insert_new(tx, *earlier)
         kept[:] = [(table, columns)]
-        keys = {name: columns[name] for name in ("log", "event_id")}
-        return set(zip(*keys.values(), strict=True)) - set(load(tx, table, keys, ()))
+        return not_there(tx, table, columns)
 
     plot.name(counting, "insert_new", mark_later)
 
@@ -68,27 +61,12 @@ def _(plot: Plot) -> None:
 
 @plant("marks are committed before what they vouch for", KILLS, "profiles")
 def _(plot: Plot) -> None:
-    insert_new = counting.insert_new
-
-    def mark_and_commit(tx: Transaction, *given: Any) -> set[Any]:
-        new = insert_new(tx, *given)
-        commit(tx)
-        return new
-
-    plot.name(counting, "insert_new", mark_and_commit)
+    commit_after(plot, counting, "insert_new")
 
 
 @plant("marks are looked for, and then inserted", WRITERS, "profiles")
 def _(plot: Plot) -> None:
-    insert_new = counting.insert_new
-
-    def look_then_insert(tx: Transaction, table: Any, columns: Any) -> set[Any]:
-        keys = {name: columns[name] for name in ("log", "event_id")}
-        known = load(tx, table, keys, ())
-        insert_new(tx, table, columns)
-        return set(zip(*keys.values(), strict=True)) - set(known)
-
-    plot.name(counting, "insert_new", look_then_insert)
+    plot.name(counting, "insert_new", look_then_insert(counting.insert_new))
 
 
 # What is held back ---------------------------------------------------------------------------------------------------

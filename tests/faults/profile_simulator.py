@@ -6,7 +6,7 @@ Owners confirm each other or do not; the clock jumps over the periods, and back.
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import msgspec
 import sqlalchemy as sa
 
 from keyfold.core.clock import SECOND_US, ManualClock
-from keyfold.core.consumer import ConsumerWorker
 from keyfold.core.relay import Relay
 from keyfold.core.settings import Settings, load
 from keyfold.core.store import Store, Transaction
@@ -30,7 +29,7 @@ from keyfold.profiles.settings import ProfilesSettings
 from keyfold.profiles.tables import HELD_UPDATES
 from keyfold.profiles.tables import PROFILES as PROFILE_ROWS
 from keyfold.profiles.worker import Sweep
-from tests.faults.log_stage import BATCH_MAX, LogStage
+from tests.faults.log_stage import LogStage
 from tests.faults.profile_ledger import LOG, Book, Fields, Found
 from tests.faults.scenario import LEASE_SECONDS
 from tests.profiles import DAY, EXAMPLE, HANDLERS, OFFER, catalog
@@ -39,7 +38,6 @@ EXACT = 602  # an exact sum beside OFFER
 MERGE_DAYS, DELETE_DAYS, EVENT_DAYS, EXPIRE_DAYS = 2, 5, 7, 60
 TOPIC = f"{LOG}-log"
 PARTITIONS = LogStage.partitions
-BATCHES, SENT = 4, 10  # of each asker; in the topic
 # Further than future_seconds_max: see the first of test_profiles_found.py.
 BACK_SECONDS_MAX = 4 * DAY
 TOO_MUCH = [EXACT, 9, 2**63]  # twice is more than 64 bits
@@ -48,7 +46,7 @@ LEASING = ("log", "relay")
 OWNERS = ("a.example", "b.example")
 
 
-class ProfileSimulation(LogStage):
+class ProfileSimulation(LogStage[Fields]):
     """Profiles of three people, of whom one is busy."""
 
     steps = 110
@@ -56,34 +54,26 @@ class ProfileSimulation(LogStage):
     test = "test_profile_simulator.py"
     part = PART
     log_topic = TOPIC
+    relayed_topic = PROFILES_TOPIC.name
     outside = (TOPIC, PROFILES_TOPIC.name)
+    sent_max, batches_max, sweeper_rests = 10, 4, 3
+
+    book: Book
 
     def __init__(self, seed: int, template: Path, directory: Path) -> None:
         super().__init__(seed, template, directory, settings, ManualClock())
         self._product = Product(section(self._settings), catalog(), _handlers(), self._topics)
         self._consumer = worker._log_consumer(self._product, LOG)
         self.book = Book(self._product)
-        # What was made, sent and asked for; what a transaction under way was given.
-        self._made: list[dict[str, Any]] = []
-        self._sent = 0
-        self._asking: dict[str, list[dict[str, Any]]] = {}
-        self._asked = {"asker0": 0, "asker1": 0}
-        self._given: list[tuple[Transaction, list[tuple[Fields, str]]]] = []
+        self._made: list[Fields] = []
 
     # The run ----------------------------------------------------------------------------------------------------------
 
     def _kinds(self) -> Sequence[str]:
         return ("log", "log", "asker0", "asker1", "sender", "sweeper", "relay", "operator")
 
-    def _body(self, kind: str, name: str) -> Callable[[], None]:
-        bodies: dict[str, Callable[[], None]] = {
-            "log": lambda: self._keep_stepping(ConsumerWorker(self._context(), self._consumer, name)),
-            "relay": lambda: self._keep_stepping(Relay(self._context(), PROFILES_TOPIC.name, name)),
-            "sender": self._keep_sending,
-            "sweeper": self._keep_sweeping,
-            "operator": self._operate,
-        }
-        return bodies.get(kind) or (lambda: self._keep_asking(kind))
+    def _own_bodies(self) -> Mapping[str, Callable[[], None]]:
+        return {"operator": self._operate}
 
     def _one_step(self) -> None:
         draw = self.chance.random()
@@ -104,11 +94,7 @@ class ProfileSimulation(LogStage):
 
     def _run_dry(self) -> None:
         paused = self._all_but_paused_die("log")
-        while self._sent < SENT:
-            self._send()
-        for kind in self._asked:
-            while self._asked[kind] < BATCHES:
-                self._ask(kind)
+        self._send_and_ask_the_rest(self._caller())
         relay_last = Relay(self._context(), PROFILES_TOPIC.name, "last")
         self._tame(relay_last)
         self._read_to_the_end(paused)
@@ -117,13 +103,16 @@ class ProfileSimulation(LogStage):
             self.book.broken.append(f"C4: {left[0]} outlived its period")
         self._age((EXPIRE_DAYS + 1) * DAY)
         self._asking["asker0"] = [self._comes_back(profile) for profile in PROFILES]
-        self._ask("asker0")
+        self._ask("asker0", self._caller())
         while relay_last.step():
             pass
 
     def _age(self, seconds: float) -> None:
         self._move_clock(seconds)
-        Sweep(self._context(), self._product).step()
+        self._sweep().step()
+
+    def _sweep(self) -> Sweep:
+        return Sweep(self._context(), self._product)
 
     def _comes_back(self, profile: str) -> dict[str, Any]:
         """An event of a profile of which everything has expired."""
@@ -132,15 +121,10 @@ class ProfileSimulation(LogStage):
 
     # The actors -------------------------------------------------------------------------------------------------------
 
-    def _keep_sending(self) -> None:
-        while self._sent < SENT:
-            self.pause("between two events")
-            self._send()
-
     def _send(self) -> None:
         """Put an event in the topic, where a broker might have put it anywhere; poison now and then."""
         poisoned = self.faulty and self.chance.random() < 0.05
-        fields = {"event_id": f"poison{self._sent}"} if poisoned else self._event()
+        fields = {"event_id": f"poison{self._sent}"} if poisoned else self._item()
         message = Message(
             key=str(fields.get("profile_id")),
             version=self._sent,
@@ -151,31 +135,16 @@ class ProfileSimulation(LogStage):
         self._outside[TOPIC].logs[self.chance.randrange(PARTITIONS)].append(message)
         self._sent += 1
 
-    def _keep_asking(self, kind: str) -> None:
-        while self._asked[kind] < BATCHES:
-            self._ask(kind)
-            self.pause("between two requests")
+    def _caller(self) -> Callable[[Sequence[Fields]], Mapping[str, str]]:
+        def count(batch: Sequence[Fields]) -> Mapping[str, str]:
+            events = [(LOG, event_of(fields)) for fields in batch]
+            verdicts = self._store.transact(
+                lambda tx: counting.count_events(tx, self._product, events, marked=True), name="count"
+            )
+            said = zip(events, verdicts, strict=True)
+            return {event.id: verdict.status for (_, event), verdict in said if verdict.status == "counted"}
 
-    def _ask(self, kind: str) -> None:
-        """Count a batch; whoever died before the answer asks again with the same."""
-        if kind not in self._asking:
-            self._asking[kind] = [self._event() for _ in range(self.chance.randint(1, BATCH_MAX))]
-        events = [(LOG, event_of(fields)) for fields in self._asking[kind]]
-        verdicts = self._store.transact(
-            lambda tx: counting.count_events(tx, self._product, events, marked=True), name="count"
-        )
-        for (_, event), verdict in zip(events, verdicts, strict=True):
-            if verdict.status == "counted" and event.id not in self.book.counted:
-                self.book.broken.append(f"X1: {event.id} was acknowledged as {verdict.status} and is not there")
-        del self._asking[kind]
-        self._asked[kind] += 1
-
-    def _keep_sweeping(self) -> None:
-        sweep = Sweep(self._context(), self._product)
-        while True:
-            for _ in range(3):
-                self.pause("resting")
-            sweep.step()
+        return count
 
     def _operate(self) -> None:
         while True:
@@ -183,7 +152,7 @@ class ProfileSimulation(LogStage):
                 self.pause("looking")
             self._redrive()
 
-    def _event(self) -> dict[str, Any]:
+    def _item(self) -> Fields:
         """An event: a new one, one that came before, or another thing under an id that came before."""
         chance, made = self.chance, self._made
         draw = chance.random()
@@ -217,16 +186,13 @@ class ProfileSimulation(LogStage):
 
     # What is looked at ------------------------------------------------------------------------------------------------
 
-    def _look(self, *, at_the_end: bool = False) -> None:
-        found = self._store.snapshot(self.book.look)
-        broken = self.book.broken + self.book.compare(found)
-        broken += self._topic(found, at_the_end=at_the_end)
+    def _broken_besides(self, found: Found, at_the_end: bool) -> list[str]:
+        broken = self._topic(found, at_the_end=at_the_end)
         if at_the_end:
             settled = {*self.book.counted, *self.book.refused}
             lost = [each["event_id"] for each in self._made if each["event_id"] not in settled]
             broken += [f"X1: {each} was sent and never counted" for each in lost]
-        if broken:
-            raise self._violated(broken)
+        return broken
 
     def _topic(self, found: Found, *, at_the_end: bool) -> list[str]:
         """G2, G3: the topic has what was committed and nothing else, in order; at the end all of it."""
@@ -261,18 +227,13 @@ class ProfileSimulation(LogStage):
             said: list[tuple[Fields, str]] = [(event.fields, "counted") for _, event in events]
             for number, verdict in others.items():
                 said[number] = (events[number][1].fields, verdict.status)
-            self._given.append((tx, said))
+            self._said.append((tx, said))
             return others
 
         return self._heard([(counting, "not_counted", watch_count), (worker, "not_counted", watch_count)])
 
     def _committed(self, name: str, tx: Transaction, result: object) -> None:
-        """Nobody is stopped inside a transaction, so what another was given has been rolled back."""
-        for given_tx, said in self._given:
-            if given_tx is tx:
-                self.book.commit(tx.now_us, said)
-                self.struck["message delivered twice", "profiles"] += [s for _, s in said].count("duplicate")
-        self._given.clear()
+        super()._committed(name, tx, result)
         if name == "watermarks":
             self.book.move_watermark(tx.now_us)
         elif name == "unconfirmed":
@@ -301,10 +262,3 @@ def settings(url: str) -> Settings:
 def _handlers() -> Handlers:
     """Those of the one log, so that a sweep has no others to look at."""
     return Handlers(handlers.load(str(HANDLERS)).by_log[LOG])
-
-
-def simulate(seed: int, template: Path, directory: Path) -> "dict[tuple[str, str], int]":
-    """Run one seed; returns what struck whom."""
-    simulation = ProfileSimulation(seed, template, directory)
-    simulation.run()
-    return simulation.struck

@@ -2,47 +2,33 @@
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
-from keyfold.core import metrics
-from keyfold.core.errors import Unavailable
 from keyfold.core.store import Transaction
 from keyfold.profiles.model import event_of
 from keyfold.profiles.service.counting import count_events
+from tests.faults.part_writers import Writing
 from tests.faults.profile_ledger import LOG, Book, Fields
-from tests.profiles import NOW, OFFER, Profiles, event
+from tests.profiles import NOW, OFFER, Profiles, event, opened
 
 EXACT = 602
 NAME = "busy profile"  # of the transactions
-WORKERS = 2
-BATCH = 4
-HOT_SHARE = 0.9
 OWNERS = (None, None, "a.example", "b.example")
 WAIT_SECONDS_MAX = 30
 
 
-class Busy(NamedTuple):
-    """What became of a busy profile: the laws broken, and the events that were for it."""
+@contextmanager
+def writing_at(url: str) -> Iterator[Writing[dict[str, Any]]]:
+    with opened(url, kernel="numpy") as profiles:
+        yield writing_of(profiles)
 
-    broken: list[str]
-    events: int
 
-
-def busy_profile(profiles: Profiles, *, batches: int = 25) -> Busy:
-    """Two workers of which nine in ten events go to one profile; every second event was sent to both."""
-    scripts = [_script(number, batches) for number in range(WORKERS)]
-
-    def work(script: Sequence[Sequence[dict[str, Any]]]) -> None:
-        for batch in script:
-            count(profiles, batch)
-
-    with ThreadPoolExecutor(WORKERS) as pool:
-        for each in [pool.submit(work, script) for script in scripts]:
-            each.result()
-    sent = [fields for script in scripts for batch in script for fields in batch]
-    return Busy(broken_in(profiles, sent), sum(fields["profile_id"] == "busy" for fields in sent))
+def writing_of(profiles: Profiles) -> Writing[dict[str, Any]]:
+    return Writing("profiles", NAME, "counted", make_event, partial(count, profiles), partial(broken_in, profiles))
 
 
 def broken_in(profiles: Profiles, sent: Sequence[Fields]) -> list[str]:
@@ -89,37 +75,6 @@ def others_go_on(profiles: Profiles) -> list[str]:
     return broken_in(profiles, [first, second, *others])
 
 
-def insisting(profiles: Profiles, is_enough: Callable[[], bool], *, first: int = 0) -> list[dict[str, Any]]:
-    """Ask for batches, each until it is answered, with the same ids: the events that were acknowledged."""
-    sent: list[dict[str, Any]] = []
-    while not is_enough():
-        batch = [make_event(first + len(sent) + at, f"p{at}") for at in range(BATCH)]
-        while not (statuses := _answered(profiles, batch)):
-            pass
-        assert statuses <= {"counted", "duplicate"}, statuses
-        sent += batch
-    return sent
-
-
-def _answered(profiles: Profiles, batch: Sequence[dict[str, Any]]) -> set[str]:
-    try:
-        return set(count(profiles, batch))
-    except Unavailable:
-        return set()
-
-
-def interrupted(name: str = NAME) -> int:
-    """The transactions of a name that lost the server under their feet and were tried again."""
-    samples = [sample for metric in metrics.RETRIES.collect() for sample in metric.samples]
-    return sum(
-        int(sample.value)
-        for sample in samples
-        if sample.name.endswith("_total")
-        and sample.labels["name"] == name
-        and sample.labels["reason"] in ("store-unreachable", "commit-unknown")
-    )
-
-
 def make_event(number: int, profile: str) -> dict[str, Any]:
     """The same for the same number, whoever makes it."""
     chance = random.Random(number)
@@ -128,13 +83,3 @@ def make_event(number: int, profile: str) -> dict[str, Any]:
         for _ in range(2)
     ]
     return event(f"e{number}", profile, *updates, time=NOW)
-
-
-def _script(worker: int, batches: int) -> list[list[dict[str, Any]]]:
-    """Even numbers are shared by all workers, odd ones are of one."""
-    numbers = [number if number % 2 == 0 else number + 10_001 * worker * 2 for number in range(batches * BATCH)]
-    made = [
-        make_event(number, "busy" if random.Random(-number).random() < HOT_SHARE else f"cold{number % 7}")
-        for number in numbers
-    ]
-    return [made[at : at + BATCH] for at in range(0, len(made), BATCH)]

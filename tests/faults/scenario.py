@@ -7,7 +7,7 @@ costs milliseconds and not a second of imports. The tests talk to it through `Nu
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
@@ -90,13 +90,8 @@ def payloads() -> dict[str, list[bytes]]:
     return by_key
 
 
-@contextlib.contextmanager
-def opened(url: str, clock: ManualClock) -> Iterator[Context]:
-    context = Context.open(settings(url), [PART], clock=clock)
-    try:
-        yield context
-    finally:
-        context.close()
+def opened(url: str, clock: ManualClock) -> contextlib.closing[Context]:
+    return contextlib.closing(Context.open(settings(url), [PART], clock=clock))
 
 
 class Worker:

@@ -380,10 +380,3 @@ def _scripts(chance: random.Random) -> list[_Script]:
                 )
         scripts.append(_Script(batches))
     return scripts
-
-
-def simulate(seed: int, template: Path, directory: Path) -> Counter[tuple[str, str]]:
-    """Run one seed; returns what struck whom."""
-    simulation = Simulation(seed, template, directory)
-    simulation.run()
-    return simulation.struck

@@ -1,16 +1,20 @@
 """A disk so small that it fills: work on it until it is full, and after room was made."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from keyfold.core.clock import ManualClock
 from keyfold.core.errors import StoreFull
+from keyfold.core.store import Store
 from keyfold.core.topics.topic import Message
+from keyfold.orders.model import CompletedOrder
 from keyfold.tally import service
-from tests.faults import ledger, order_scenario, profile_scenario, scenario
+from tests.faults import ledger, order_scenario, profile_ledger, profile_scenario, scenario
+from tests.faults.book import Book
 from tests.faults.ledger import Ledger
-from tests.faults.profile_ledger import Book
 from tests.faults.scenario import Worker
 from tests.orders import order
 from tests.profiles import OFFER, event
@@ -97,62 +101,74 @@ def broken_when_full(directory: Path, template: Path, write: str) -> list[str]:
         return broken + ledger.broken_now(found) + ledger.broken_at_the_end(found, {"a": filling.sent})
 
 
-def broken_when_counting_fills_it(directory: Path, template: Path) -> list[str]:
-    """Count events until the disk is full, look, make room, and go on: the laws broken on the way."""
+class Counting(NamedTuple):
+    """A part at work on the small disk: batches by the number of what was counted, and one for when there is room."""
+
+    store: Store
+    book: Book
+    batch: Callable[[int], Any]
+    count_batch: Callable[[Any], None]  # and tell the book of it
+    last: Any
+
+
+def broken_when_counting_fills_it(
+    directory: Path,
+    template: Path,
+    counting_at: Callable[[str], AbstractContextManager[Counting]],
+    *,
+    room_bytes: int = ROOM_BYTES,
+) -> list[str]:
+    """Count until the disk is full, look, make room, and go on: the laws broken on the way."""
     ballast = Ballast(directory)
     path = directory / "run.db"
     path.write_bytes(template.read_bytes())
-    clock = ManualClock()
-    with profile_scenario.opened(f"sqlite:///{path}", clock) as context:
-        worker = profile_scenario.Worker(context, "w1")
-        book = Book(worker.product)
+    with counting_at(f"sqlite:///{path}") as (store, book, batch, count, last):
 
         def count_many() -> None:
             for _ in range(EVENTS_MAX):
-                number = len(book.counted)
-                batch = tuple(
-                    event(f"e{number}/{each}", each, [OFFER, number % 20], [OFFER, 50 + number % 20, 1, "a.example"])
-                    for each in range(3)
-                )
-                worker.ask(batch)
-                book.commit(clock.now_us(), [(fields, "counted") for fields in batch])
+                count(batch(len(book.counted)))
 
-        ballast.leave(ROOM_BYTES)
+        ballast.leave(room_bytes)
         broken = _refused(count_many)
-        broken += book.broken_in(context.store)
+        broken += book.broken_in(store)
         ballast.free()
-        more = (event("at last", 1, [OFFER, 50]),)
-        worker.ask(more)
-        book.commit(clock.now_us(), [(more[0], "counted")])
-        return broken + book.broken_in(context.store)
+        count(last)
+        return broken + book.broken_in(store)
 
 
-def broken_when_orders_fill_it(directory: Path, template: Path) -> list[str]:
-    """Count orders until the disk is full, look, make room, and go on: the laws broken on the way."""
-    ballast = Ballast(directory)
-    path = directory / "run.db"
-    path.write_bytes(template.read_bytes())
+@contextmanager
+def counting_events(url: str) -> Iterator[Counting]:
+    clock = ManualClock()
+    with profile_scenario.opened(url, clock) as context:
+        worker = profile_scenario.Worker(context, "w1")
+        book = profile_ledger.Book(worker.product)
+
+        def batch(number: int) -> profile_scenario.Batch:
+            updates = ([OFFER, number % 20], [OFFER, 50 + number % 20, 1, "a.example"])
+            return tuple(event(f"e{number}/{each}", each, *updates) for each in range(3))
+
+        def count(events: profile_scenario.Batch) -> None:
+            worker.ask(events)
+            book.commit(clock.now_us(), [(fields, "counted") for fields in events])
+
+        yield Counting(context.store, book, batch, count, (event("at last", 1, [OFFER, 50]),))
+
+
+@contextmanager
+def counting_orders(url: str) -> Iterator[Counting]:
     now = order_scenario.NOW
     clock = ManualClock(now * 1_000_000)
-    with order_scenario.opened(f"sqlite:///{path}", clock) as context:
+    with order_scenario.opened(url, clock) as context:
         worker = order_scenario.Worker(context, "w1")
 
-        def count_many() -> None:
-            for _ in range(EVENTS_MAX):
-                number = len(worker.book.counted)
-                batch = [
-                    order(f"o{number}/{each}", now - each, {"phone_id": f"p{number}", "card_id": "c"}, tariff="x")
-                    for each in range(3)
-                ]
-                worker.book.commit(clock.now_us(), [*zip(batch, worker.ask(batch), strict=True)])
+        def batch(number: int) -> list[CompletedOrder]:
+            identities = {"phone_id": f"p{number}", "card_id": "c"}
+            return [order(f"o{number}/{each}", now - each, identities, tariff="x") for each in range(3)]
 
-        ballast.leave(10 * ROOM_BYTES)
-        broken = _refused(count_many)
-        broken += worker.book.broken_in(context.store)
-        ballast.free()
-        more = order_scenario.ASKED[1]
-        worker.book.commit(clock.now_us(), [*zip(more, worker.ask(more), strict=True)])
-        return broken + worker.book.broken_in(context.store)
+        def count(orders: list[CompletedOrder]) -> None:
+            worker.book.commit(clock.now_us(), [*zip(orders, worker.ask(orders), strict=True)])
+
+        yield Counting(context.store, worker.book, batch, count, order_scenario.ASKED[1])
 
 
 def _refused(work: Callable[[], object]) -> list[str]:

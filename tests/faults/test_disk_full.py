@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 
 from tests.faults.matrix import Hit
-from tests.faults.smalldisk import broken_when_counting_fills_it, broken_when_full, broken_when_orders_fill_it
+from tests.faults.smalldisk import (
+    ROOM_BYTES,
+    broken_when_counting_fills_it,
+    broken_when_full,
+    counting_events,
+    counting_orders,
+)
 
 pytestmark = pytest.mark.spec("CORE-02")
 
@@ -32,7 +38,7 @@ def test_a_full_disk_refuses_whole_transactions_and_reads_go_on_until_there_is_r
 def test_a_full_disk_refuses_whole_batches_of_events_and_profiles_are_read_until_there_is_room(
     small_disk: Path, template: Path, hit: Hit
 ) -> None:
-    assert not broken_when_counting_fills_it(small_disk, template)
+    assert not broken_when_counting_fills_it(small_disk, template, counting_events)
     hit("profiles")
 
 
@@ -41,5 +47,5 @@ def test_a_full_disk_refuses_whole_batches_of_events_and_profiles_are_read_until
 def test_a_full_disk_refuses_whole_batches_of_orders_and_counts_are_right_until_there_is_room(
     small_disk: Path, template: Path, hit: Hit
 ) -> None:
-    assert not broken_when_orders_fill_it(small_disk, template)
+    assert not broken_when_counting_fills_it(small_disk, template, counting_orders, room_bytes=10 * ROOM_BYTES)
     hit("orders")

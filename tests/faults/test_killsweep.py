@@ -1,11 +1,12 @@
 """A process killed at any system call of its writing leaves a store in which nothing is lost, doubled or torn."""
 
 import itertools
+from collections.abc import Collection, Iterable
 
 import pytest
 
 from tests.faults.effort import LONG, TENTHS, TIMEOUT_SECONDS, rotation
-from tests.faults.killsweep import ERRORS, FAILING, Point, points, sweep, sweep_errors
+from tests.faults.killsweep import ERRORS, FAILING, TALLY, Point, Struck, WritePath, points, sweep, sweep_errors
 from tests.faults.matrix import Hit
 from tests.faults.nursery import Desk, Nursery
 from tests.faults.order_scenario import ORDERS
@@ -19,27 +20,15 @@ def test_a_process_killed_at_any_write_path_call_loses_and_doubles_nothing(
     nursery: Nursery, desk: Desk, hit: Hit
 ) -> None:
     """Events are put, relayed, applied to tallies and their changes relayed; each call is a point to die at."""
-    every = points(nursery, desk)
-    kinds = {point.kind for point in every}
+    kinds = {point.kind for point in points(nursery, desk)}
     assert kinds >= {"pwrite64", "fsync", "ftruncate", "unlink", "openat", "fcntl", "flock"}
-    chosen = every if LONG else _tenth(every)
-    broken = []
-    for struck in sweep(nursery, desk, chosen):
-        hit(struck.point.part)
-        broken += [f"{struck.point}: {law}" for law in struck.broken]
-    assert not broken, "\n".join(broken[:20])
+    _survives_kills(nursery, desk, TALLY, ("ground", "tally"), hit)
 
 
 @pytest.mark.fault("I/O error", "ground", "tally")
 def test_a_disk_that_fails_at_any_write_leaves_nothing_by_half(nursery: Nursery, desk: Desk, hit: Hit) -> None:
     """A write or sync that fails is tried again, or the run ends and says why; either way the laws hold."""
-    every = [point for point in points(nursery, desk) if point.kind in FAILING]
-    chosen = list(itertools.product(every, ERRORS)) if LONG else _today(every)
-    broken = []
-    for struck in sweep_errors(nursery, desk, chosen):
-        hit(struck.point.part)
-        broken += [f"{struck.point}: {law}" for law in struck.broken]
-    assert not broken, "\n".join(broken[:20])
+    _survives_errors(nursery, desk, TALLY, ("ground", "tally"), hit)
 
 
 @pytest.mark.spec("PRO-01", "PRO-02", "PRO-04", "PRO-13")
@@ -48,25 +37,13 @@ def test_a_process_killed_while_it_counts_events_leaves_each_counted_once_or_not
     nursery: Nursery, desk: Desk, hit: Hit
 ) -> None:
     """Marks, profiles, held-back and released updates, and messages; the ground's own points are killed at above."""
-    every = points(nursery, desk, path=PROFILES)
-    broken = []
-    for struck in sweep(nursery, desk, every if LONG else _tenth(_of(every, "profiles")), path=PROFILES):
-        if struck.point.part == "profiles":
-            hit("profiles")
-        broken += [f"{struck.point}: {law}" for law in struck.broken]
-    assert not broken, "\n".join(broken[:20])
+    _survives_kills(nursery, desk, PROFILES, ("profiles",), hit)
 
 
 @pytest.mark.spec("PRO-02")
 @pytest.mark.fault("I/O error", "profiles")
 def test_a_disk_that_fails_while_events_are_counted_leaves_none_by_half(nursery: Nursery, desk: Desk, hit: Hit) -> None:
-    every = [point for point in _of(points(nursery, desk, path=PROFILES), "profiles") if point.kind in FAILING]
-    broken = []
-    chosen = list(itertools.product(every, ERRORS)) if LONG else _today(every)
-    for struck in sweep_errors(nursery, desk, chosen, path=PROFILES):
-        hit("profiles")
-        broken += [f"{struck.point}: {law}" for law in struck.broken]
-    assert not broken, "\n".join(broken[:20])
+    _survives_errors(nursery, desk, PROFILES, ("profiles",), hit)
 
 
 @pytest.mark.spec("ORD-05", "ORD-08", "ORD-10", "ORD-14", "ORD-16")
@@ -75,29 +52,38 @@ def test_a_process_killed_while_it_counts_orders_leaves_each_counted_once_or_not
     nursery: Nursery, desk: Desk, hit: Hit
 ) -> None:
     """Marks, cells, places, what was taken back, the steps of a backfill and of a dimension that is added."""
-    every = points(nursery, desk, path=ORDERS)
-    broken = []
-    for struck in sweep(nursery, desk, every if LONG else _tenth(_of(every, "orders")), path=ORDERS):
-        if struck.point.part == "orders":
-            hit("orders")
-        broken += [f"{struck.point}: {law}" for law in struck.broken]
-    assert not broken, "\n".join(broken[:20])
+    _survives_kills(nursery, desk, ORDERS, ("orders",), hit)
 
 
 @pytest.mark.spec("ORD-05", "ORD-08", "ORD-10")
 @pytest.mark.fault("I/O error", "orders")
 def test_a_disk_that_fails_while_orders_are_counted_leaves_none_by_half(nursery: Nursery, desk: Desk, hit: Hit) -> None:
-    every = [point for point in _of(points(nursery, desk, path=ORDERS), "orders") if point.kind in FAILING]
-    broken = []
+    _survives_errors(nursery, desk, ORDERS, ("orders",), hit)
+
+
+def _survives_kills(nursery: Nursery, desk: Desk, path: WritePath, parts: Collection[str], hit: Hit) -> None:
+    """Every point is killed at, or today's share of those of these parts."""
+    every = points(nursery, desk, path=path)
+    _must_hold(sweep(nursery, desk, every if LONG else _tenth(_of(every, parts)), path=path), parts, hit)
+
+
+def _survives_errors(nursery: Nursery, desk: Desk, path: WritePath, parts: Collection[str], hit: Hit) -> None:
+    every = [point for point in _of(points(nursery, desk, path=path), parts) if point.kind in FAILING]
     chosen = list(itertools.product(every, ERRORS)) if LONG else _today(every)
-    for struck in sweep_errors(nursery, desk, chosen, path=ORDERS):
-        hit("orders")
+    _must_hold(sweep_errors(nursery, desk, chosen, path=path), parts, hit)
+
+
+def _must_hold(found: Iterable[Struck], parts: Collection[str], hit: Hit) -> None:
+    broken = []
+    for struck in found:
+        if struck.point.part in parts:
+            hit(struck.point.part)
         broken += [f"{struck.point}: {law}" for law in struck.broken]
     assert not broken, "\n".join(broken[:20])
 
 
-def _of(every: list[Point], part: str) -> list[Point]:
-    return [point for point in every if point.part == part]
+def _of(every: list[Point], parts: Collection[str]) -> list[Point]:
+    return [point for point in every if point.part in parts]
 
 
 def _tenth(every: list[Point]) -> list[Point]:

@@ -16,11 +16,10 @@ from tests.faults import (
     killsweep,
     lostcommit,
     order_plants,
-    order_simulator,
     order_writers,
     plants,
     profile_plants,
-    profile_simulator,
+    profile_writers,
     smalldisk,
     writers,
 )
@@ -30,15 +29,17 @@ from tests.faults.lostcommit import through
 from tests.faults.matrix import Hit
 from tests.faults.nursery import Desk, Nursery
 from tests.faults.order_scenario import ORDERS
+from tests.faults.order_simulator import OrderSimulation
+from tests.faults.part_writers import busy
 from tests.faults.pgproxy import Cut
-from tests.faults.plants import PLANTS, Plant
+from tests.faults.plants import PLANTS, Plant, Plot
 from tests.faults.profile_scenario import PROFILES
-from tests.faults.profile_writers import busy_profile
-from tests.faults.simulator import simulate
+from tests.faults.profile_simulator import ProfileSimulation
+from tests.faults.seeds import Play, simulate
+from tests.faults.simulator import Simulation
 from tests.faults.stage import Violated
 from tests.orders import Orders
 from tests.orders import opened as opened_orders
-from tests.profiles import opened as opened_profiles
 from tests.servers.postgres import PostgresServer
 
 pytestmark = pytest.mark.timeout(TIMEOUT_SECONDS)
@@ -51,9 +52,6 @@ REFUSED = "DataRefused|DecodeError|MultipleResultsFound|Internal|StoreBusy"
 CAUGHT = re.compile(rf"seed \d+: ([XGNCO]\d|{REFUSED}): ")
 # In `make test` every second plant of each harness, today's half or the other; all of them in `make faults`.
 HALVES = 2
-
-
-Simulate = Callable[[int, Path, Path], object]
 
 
 def rotating(harness: str) -> pytest.MarkDecorator:
@@ -70,37 +68,44 @@ def is_used(uses: int) -> None:
     assert uses, "this plant no longer fits the code: nothing of it was ever run"
 
 
+def _was_caught(plant: Plant, plot: Plot, caught: object, hit: Hit) -> None:
+    is_used(plot.uses)
+    assert caught
+    print(caught)
+    hit(plant.part)
+
+
 @rotating("simulator")
 def test_the_simulator_catches_this_bug(plant: Plant, template: Path, fast_path: Path, hit: Hit) -> None:
-    _must_be_caught(plant, simulate, template, fast_path)
+    _must_be_caught(plant, Simulation, template, fast_path)
     hit(plant.part)
 
 
 @rotating(profile_plants.SIMULATOR)
 def test_the_simulator_of_profiles_catches_this_bug(plant: Plant, template: Path, fast_path: Path, hit: Hit) -> None:
-    _must_be_caught(plant, profile_simulator.simulate, template, fast_path)
+    _must_be_caught(plant, ProfileSimulation, template, fast_path)
     hit(plant.part)
 
 
 @rotating(order_plants.SIMULATOR)
 def test_the_simulator_of_orders_catches_this_bug(plant: Plant, template: Path, fast_path: Path, hit: Hit) -> None:
-    _must_be_caught(plant, order_simulator.simulate, template, fast_path)
+    _must_be_caught(plant, OrderSimulation, template, fast_path)
     hit(plant.part)
 
 
-def _must_be_caught(plant: Plant, simulate: Simulate, template: Path, fast_path: Path) -> None:
+def _must_be_caught(plant: Plant, play: Play, template: Path, fast_path: Path) -> None:
     with plant.planted() as plot:
-        caught = _first_violation(simulate, range(first := seed(), first + SEEDS_MAX), template, fast_path)
+        caught = _first_violation(play, range(first := seed(), first + SEEDS_MAX), template, fast_path)
     is_used(plot.uses)
     assert caught, f"{SEEDS_MAX} seeds from {first} obeyed every law"
     assert CAUGHT.search(caught), f"this is a fault of the plant, not of what it mutilates: {caught}"
     print(caught)
 
 
-def _first_violation(simulate: Simulate, seeds: range, template: Path, fast_path: Path) -> str:
+def _first_violation(play: Play, seeds: range, template: Path, fast_path: Path) -> str:
     for number in seeds:
         try:
-            simulate(number, template, fast_path)
+            simulate(play, number, template, fast_path)
         except Violated as violated:
             return f"seed {number}: {violated.broken[0]}"
     return ""
@@ -157,10 +162,7 @@ def test_the_full_disk_catches_this_bug(plant: Plant, small_disk: Path, template
             broken = smalldisk.broken_when_full(small_disk, template, "put")
         except sa.exc.OperationalError as error:
             broken = [repr(error)]  # the transaction that did not end is in the way of the next
-    is_used(plot.uses)
-    assert broken
-    print(broken[0])
-    hit(plant.part)
+    _was_caught(plant, plot, broken, hit)
 
 
 WRITERS: dict[str, Callable[[Context], object]] = {
@@ -179,27 +181,21 @@ def test_writers_at_once_catch_this_bug(plant: Plant, postgres_url: str, hit: Hi
             caught = WRITERS[plant.name](context)
         except DataRefused as refusal:
             caught = refusal  # two changes of one version, which the outbox takes only once
-    is_used(plot.uses)
-    assert caught
-    print(caught)
-    hit(plant.part)
+    _was_caught(plant, plot, caught, hit)
 
 
 @rotating(profile_plants.WRITERS)
 def test_workers_at_once_on_one_profile_catch_this_bug(plant: Plant, postgres_url: str, hit: Hit) -> None:
-    with opened_profiles(postgres_url, kernel="numpy") as profiles, plant.planted() as plot:
+    with profile_writers.writing_at(postgres_url) as writing, plant.planted() as plot:
         try:
-            caught: object = busy_profile(profiles).broken
+            caught: object = busy(writing).broken
         except DataRefused as refusal:
             caught = refusal  # two changes of one version, which the outbox takes only once
-    is_used(plot.uses)
-    assert caught
-    print(caught)
-    hit(plant.part)
+    _was_caught(plant, plot, caught, hit)
 
 
 ORDER_WRITERS: dict[str, Callable[[Orders], list[str]]] = {
-    "marks of orders are looked for, and then inserted": lambda orders: order_writers.busy_identity(orders).broken,
+    "marks of orders are looked for, and then inserted": lambda orders: busy(order_writers.writing_of(orders)).broken,
     "whoever reserves takes no gate": lambda orders: order_writers.last_place(orders, rounds=100),
     "corrections are looked for, and then inserted": lambda orders: order_writers.taken_back_by_two(orders, rounds=50),
 }
@@ -212,10 +208,7 @@ def test_workers_at_once_on_the_same_orders_catch_this_bug(plant: Plant, postgre
             caught: object = ORDER_WRITERS[plant.name](orders)
         except StoreBusy as refusal:
             caught = refusal  # a cell from which more was taken than it had
-    is_used(plot.uses)
-    assert caught
-    print(caught)
-    hit(plant.part)
+    _was_caught(plant, plot, caught, hit)
 
 
 @rotating(order_plants.HISTORY)
@@ -225,10 +218,7 @@ def test_a_count_of_history_catches_this_bug(plant: Plant, tmp_path: Path, hit: 
         plant.planted() as plot,
     ):
         caught = order_writers.from_history(orders, tmp_path)
-    is_used(plot.uses)
-    assert caught
-    print(caught)
-    hit(plant.part)
+    _was_caught(plant, plot, caught, hit)
 
 
 @rotating("lost answers")
@@ -240,10 +230,7 @@ def test_lost_answers_catch_this_bug(
     limits = lostcommit.ONE_TRY if keyed else None
     with through(postgres_server, postgres_url, lambda: next(cuts), limits=limits) as product, plant.planted() as plot:
         broken = lostcommit.asking(product, 10)[0] if keyed else lostcommit.adding(product, 10)
-    is_used(plot.uses)
-    assert broken
-    print(broken)
-    hit(plant.part)
+    _was_caught(plant, plot, broken, hit)
 
 
 def test_every_plant_has_a_harness_and_at_least_ten_are_tried_each_time() -> None:

@@ -5,7 +5,7 @@ import random
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -28,7 +28,6 @@ from tests.faults import ledger
 from tests.faults.effort import TIMEOUT_SECONDS, effort, seed
 from tests.faults.ledger import CONSUMER, Ledger
 from tests.faults.matrix import Hit
-from tests.servers.fixtures import running
 from tests.servers.postgres import PostgresServer
 
 pytestmark = [
@@ -42,12 +41,6 @@ PAUSE_SECONDS = 0.005
 DRY_SECONDS_MAX = 60
 # A message table of millions would make the look at it the slowest part of the long run.
 ROUNDS_PER_STORE = 50
-
-
-@pytest.fixture
-def server() -> Iterator[PostgresServer]:
-    """A server of its own, which is killed, with fsync on as in production."""
-    yield from running(PostgresServer)
 
 
 class Traffic:

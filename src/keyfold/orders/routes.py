@@ -1,6 +1,7 @@
 """The endpoints of order statistics: counts as the document asks for them, completed orders, checks, corrections."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -19,6 +20,7 @@ from keyfold.orders.service.lagging import Lag
 from keyfold.orders.service.reading import IdentityData, Query, evidence_of, must_be_known, read_many
 from keyfold.orders.service.unit import Unit, Units, opened
 
+Work = Callable[[Transaction, Unit, Sequence[Ask]], list[Outcome]]  # of the asks for one unit
 UnitName = Annotated[str, Meta(min_length=1, max_length=30, pattern=r"^[^\x00]*$", description="which unit")]
 
 
@@ -113,9 +115,10 @@ class Kept(Struct, frozen=True):
 
 def routes(context: Context) -> list[Route]:
     units, lag = opened(context), Lag(context)
+    post = partial(Route, method="POST", query=UnitQuery)
+    change = partial(post, idempotent=True)
     return [
-        Route(
-            method="POST",
+        post(
             path="/v1/orders",
             summary="Count orders by identity and properties",
             scope="read",
@@ -125,49 +128,38 @@ def routes(context: Context) -> list[Route]:
             run=_reading(context, units, lag),
             errors=(DimensionPending,),
         ),
-        Route(
-            method="POST",
+        change(
             path="/v1/orders/completed",
             summary="Take in completed orders",
             scope="ingest",
             body=CompletedBody,
-            query=UnitQuery,
             answer=CompletedAnswer,
             run=_counting(context, units),
-            idempotent=True,
         ),
-        Route(
-            method="POST",
+        post(
             path="/v1/orders/check",
             summary="Check for the first N orders, and hold a place",
             scope="read",
             body=CheckBody,
-            query=UnitQuery,
             answer=Checked,
             run=_checking(units),
             errors=(Conflict,),
         ),
-        Route(
-            method="POST",
+        change(
             path="/v1/orders/release",
             summary="Give back places that were held",
             scope="ingest",
             body=ReleaseBody,
-            query=UnitQuery,
             answer=Released,
             run=_releasing(units),
-            idempotent=True,
         ),
-        Route(
-            method="POST",
+        change(
             path="/v1/orders/corrections",
             summary="Take back orders counted by mistake",
             scope="admin",
             body=CorrectionsBody,
-            query=UnitQuery,
             answer=Corrections,
             run=_correcting(units),
-            idempotent=True,
         ),
         Route(
             method="GET",
@@ -187,16 +179,42 @@ def _unit(units: Units, ask: Ask) -> Unit:
     return units[ask.query.unit]
 
 
-def _must_see(units: Units, ask: Ask) -> None:
-    _unit(units, ask)
-
-
-def _by_unit(
+def _gathered(
     units: Units,
-    tx: Transaction,
-    asks: Sequence[Ask],
-    work: Callable[[Transaction, Unit, Sequence[Ask]], list[Outcome]],
-) -> list[Outcome]:
+    name: str,
+    work: Work,
+    *,
+    items: str,
+    writes: bool = True,
+    check: Callable[[Ask], None] | None = None,
+    key: Callable[[Ask], str] = lambda _: "",
+) -> Operation:
+    """An operation on units that the token names; `items` is the list in the body that makes a request heavy."""
+
+    def check_all(ask: Ask) -> None:
+        _unit(units, ask)
+        if check is not None:
+            check(ask)
+
+    return Operation(
+        name=name,
+        apply=lambda tx, asks: _by_unit(units, tx, asks, work),
+        writes=writes,
+        check=check_all,
+        weight=lambda ask: len(getattr(ask.body, items)),
+        key=key,
+    )
+
+
+def _at_most(items_max: int, items: str) -> Callable[[Ask], None]:
+    def check(ask: Ask) -> None:
+        if (count := len(getattr(ask.body, items))) > items_max:
+            raise TooLarge(f"{count} {items}, {items_max} are allowed", place=items)
+
+    return check
+
+
+def _by_unit(units: Units, tx: Transaction, asks: Sequence[Ask], work: Work) -> list[Outcome]:
     """The outcomes of asks, each unit's together."""
     places: dict[str, list[int]] = {}
     for index, ask in enumerate(asks):
@@ -208,14 +226,12 @@ def _by_unit(
     return outcomes
 
 
+def _first_identity(ask: Ask) -> str:
+    identities: list[Identity] = ask.body.identities
+    return identities[0].value
+
+
 def _reading(context: Context, units: Units, lag: Lag) -> Operation:
-    items_max = context.limits.batch_items_max
-
-    def check(ask: Ask) -> None:
-        _unit(units, ask)
-        if len(ask.body.identities) > items_max:
-            raise TooLarge(f"{len(ask.body.identities)} identities, {items_max} are allowed", place="identities")
-
     def work(tx: Transaction, unit: Unit, asks: Sequence[Ask]) -> list[Outcome]:
         state = unit.seen(tx).state
         wrong: dict[int, KeyfoldError] = {}
@@ -230,13 +246,14 @@ def _reading(context: Context, units: Units, lag: Lag) -> Operation:
         read = dict(zip([at for at, _ in good], read_many(tx, unit, [query for _, query in good]), strict=True))
         return [wrong[at] if at in wrong else _answered(tx, unit, lag, ask, read[at]) for at, ask in enumerate(asks)]
 
-    return Operation(
-        name="orders read",
-        apply=lambda tx, asks: _by_unit(units, tx, asks, work),
+    return _gathered(
+        units,
+        "orders read",
+        work,
+        items="identities",
         writes=False,
-        check=check,
-        weight=lambda ask: len(ask.body.identities),
-        key=lambda ask: ask.body.identities[0].value,
+        check=_at_most(context.limits.batch_items_max, "identities"),
+        key=_first_identity,
     )
 
 
@@ -248,13 +265,6 @@ def _answered(tx: Transaction, unit: Unit, lag: Lag, ask: Ask, read: list[Identi
 
 
 def _counting(context: Context, units: Units) -> Operation:
-    items_max = context.limits.batch_items_max
-
-    def check(ask: Ask) -> None:
-        _unit(units, ask)
-        if len(ask.body.orders) > items_max:
-            raise TooLarge(f"{len(ask.body.orders)} orders, {items_max} are allowed", place="orders")
-
     def work(tx: Transaction, unit: Unit, asks: Sequence[Ask]) -> list[Outcome]:
         wrong: dict[int, KeyfoldError] = {}
         for index, ask in enumerate(asks):
@@ -269,12 +279,12 @@ def _counting(context: Context, units: Units) -> Operation:
             for index, ask in enumerate(asks)
         ]
 
-    return Operation(
-        name="orders count",
-        apply=lambda tx, asks: _by_unit(units, tx, asks, work),
-        writes=True,
-        check=check,
-        weight=lambda ask: len(ask.body.orders),
+    return _gathered(
+        units,
+        "orders count",
+        work,
+        items="orders",
+        check=_at_most(context.limits.batch_items_max, "orders"),
         key=lambda ask: ask.body.orders[0].order_id,
     )
 
@@ -293,7 +303,6 @@ def _told(verdicts: Sequence[Verdict]) -> CompletedAnswer:
 
 def _checking(units: Units) -> Operation:
     def check(ask: Ask) -> None:
-        _unit(units, ask)
         if ask.body.reserve is not None:
             ask.client.must_have("ingest")
 
@@ -311,14 +320,7 @@ def _checking(units: Units) -> Operation:
         answers = iter(check_orders(tx, unit, checks))
         return [wrong[index] if index in wrong else next(answers) for index in range(len(asks))]
 
-    return Operation(
-        name="orders check",
-        apply=lambda tx, asks: _by_unit(units, tx, asks, work),
-        writes=True,
-        check=check,
-        weight=lambda ask: len(ask.body.identities),
-        key=lambda ask: ask.body.identities[0].value,
-    )
+    return _gathered(units, "orders check", work, items="identities", check=check, key=_first_identity)
 
 
 def _check(body: CheckBody) -> Check:
@@ -337,13 +339,7 @@ def _releasing(units: Units) -> Operation:
     def work(tx: Transaction, unit: Unit, asks: Sequence[Ask]) -> list[Outcome]:
         return [Released(release(tx, unit, ask.body.order_ids)) for ask in asks]
 
-    return Operation(
-        name="orders release",
-        apply=lambda tx, asks: _by_unit(units, tx, asks, work),
-        writes=True,
-        check=lambda ask: _must_see(units, ask),
-        weight=lambda ask: len(ask.body.order_ids),
-    )
+    return _gathered(units, "orders release", work, items="order_ids")
 
 
 def _correcting(units: Units) -> Operation:
@@ -352,13 +348,7 @@ def _correcting(units: Units) -> Operation:
             Corrections(correct_orders(tx, unit, ask.body.order_ids, ask.body.reason, ask.client.name)) for ask in asks
         ]
 
-    return Operation(
-        name="orders correct",
-        apply=lambda tx, asks: _by_unit(units, tx, asks, work),
-        writes=True,
-        check=lambda ask: _must_see(units, ask),
-        weight=lambda ask: len(ask.body.order_ids),
-    )
+    return _gathered(units, "orders correct", work, items="order_ids")
 
 
 def _keeping(context: Context, units: Units) -> Callable[[Ask], Outcome]:

@@ -4,6 +4,7 @@ A cell is the count of one identity in one slice. Its live part counts orders cr
 type on, its history part those created before; each part has one writer, so neither can spoil the other.
 """
 
+from collections.abc import Mapping
 from functools import cache
 
 import sqlalchemy as sa
@@ -37,9 +38,13 @@ def tables_of(unit: str) -> UnitTables:
     """The tables of a unit, by its name."""
     metadata = sa.MetaData()
 
-    def own(name: str, *columns: sa.schema.SchemaItem, by: str, with_rowid: bool = False) -> sa.Table:
-        declared = f"orders_{unit}_{name}"
-        return table(declared, *columns, distribute_by=by, with_rowid=with_rowid, metadata=metadata)
+    def own(name: str, *items: sa.schema.SchemaItem, by: str, indexes: Mapping[str, str] = {}) -> sa.Table:
+        """A table of this unit; `indexes`: the column of each, by what follows the table in its name."""
+        full = f"orders_{unit}_{name}"
+        declared = table(full, *items, distribute_by=by, with_rowid=False, metadata=metadata)
+        for suffix, column in indexes.items():
+            sa.Index(f"{full}_{suffix}", declared.c[column])
+        return declared
 
     return UnitTables(
         # One row: identity types with their starts, dimensions; and the watermark, which only grows.
@@ -58,11 +63,52 @@ def tables_of(unit: str) -> UnitTables:
             sa.Column("dimension_values", Text, nullable=False),
             by=EVERYWHERE,
         ),
-        cells=_cells(unit, metadata),
+        # Covering on PostgreSQL: a read of counts touches the index alone. On SQLite the table is its own index.
+        cells=own(
+            "cells",
+            sa.Column("identity_type", Int32, nullable=False),
+            sa.Column("identity_value", BinaryText, nullable=False),
+            sa.Column("slice_id", Int64, nullable=False),
+            sa.Column("live_count", Int64, nullable=False, server_default="0"),
+            sa.Column("live_from_us", Int64, nullable=False, server_default=sa.text(str(NEVER_FROM_US))),
+            sa.Column("live_to_us", Int64, nullable=False, server_default=sa.text(str(NEVER_TO_US))),
+            sa.Column("history_count", Int64, nullable=False, server_default="0"),
+            sa.Column("history_from_us", Int64, nullable=False, server_default=sa.text(str(NEVER_FROM_US))),
+            sa.Column("history_to_us", Int64, nullable=False, server_default=sa.text(str(NEVER_TO_US))),
+            sa.PrimaryKeyConstraint(
+                "identity_type",
+                "identity_value",
+                "slice_id",
+                name=f"orders_{unit}_cells_key",
+                postgresql_include=["live_count", "history_count"],
+            ),
+            by="identity_value",
+        ),
         # An order that was counted: where, so that it can be taken back, and what it said, so that a repeat is known.
-        marks=_marks(unit, metadata),
+        marks=own(
+            "marks",
+            sa.Column("order_id", Text, primary_key=True),
+            sa.Column("created_at_us", Int64, nullable=False),
+            sa.Column("fingerprint", Int64, nullable=False),
+            sa.Column("slice_id", Int64, nullable=False),
+            # JSON: by identity type, the slice that a new dimension moved it to
+            sa.Column("moved", Text, nullable=False),
+            sa.Column("identities", Text, nullable=False),
+            sa.Column("is_corrected", Int32, nullable=False),
+            by="order_id",
+            indexes={"created": "created_at_us"},
+        ),
         # Orders that were not counted, or not for all identities: late, before the start, or not to be placed.
-        kept=_kept(unit, metadata),
+        kept=own(
+            "kept",
+            sa.Column("order_id", Text, primary_key=True),
+            sa.Column("why", Text, primary_key=True),
+            sa.Column("created_at_us", Int64, nullable=False),
+            sa.Column("kept_at_us", Int64, nullable=False),
+            sa.Column("body", Text, nullable=False),
+            by="order_id",
+            indexes={"kept_at": "kept_at_us"},
+        ),
         # Orders that were taken back; never purged, because history still has them.
         corrections=own(
             "corrections",
@@ -79,7 +125,16 @@ def tables_of(unit: str) -> UnitTables:
             sa.Column("version", Int64, nullable=False),
             by="identity_value",
         ),
-        reservations=_reservations(unit, metadata),
+        reservations=own(
+            "reservations",
+            sa.Column("identity_type", Int32, primary_key=True, autoincrement=False),
+            sa.Column("identity_value", BinaryText, primary_key=True),
+            sa.Column("order_id", Text, primary_key=True),
+            sa.Column("filters", Text, primary_key=True),
+            sa.Column("expires_at_us", Int64, nullable=False),
+            by="identity_value",
+            indexes={"order": "order_id", "expires": "expires_at_us"},
+        ),
         # One row a piece of long work: whose run it is, and how far it came.
         jobs=own(
             "jobs",
@@ -90,84 +145,3 @@ def tables_of(unit: str) -> UnitTables:
             by=EVERYWHERE,
         ),
     )
-
-
-def _cells(unit: str, metadata: sa.MetaData) -> sa.Table:
-    """Covering on PostgreSQL: a read of counts touches the index alone. On SQLite the table is its own index."""
-    name = f"orders_{unit}_cells"
-    return table(
-        name,
-        sa.Column("identity_type", Int32, nullable=False),
-        sa.Column("identity_value", BinaryText, nullable=False),
-        sa.Column("slice_id", Int64, nullable=False),
-        sa.Column("live_count", Int64, nullable=False, server_default="0"),
-        sa.Column("live_from_us", Int64, nullable=False, server_default=sa.text(str(NEVER_FROM_US))),
-        sa.Column("live_to_us", Int64, nullable=False, server_default=sa.text(str(NEVER_TO_US))),
-        sa.Column("history_count", Int64, nullable=False, server_default="0"),
-        sa.Column("history_from_us", Int64, nullable=False, server_default=sa.text(str(NEVER_FROM_US))),
-        sa.Column("history_to_us", Int64, nullable=False, server_default=sa.text(str(NEVER_TO_US))),
-        sa.PrimaryKeyConstraint(
-            "identity_type",
-            "identity_value",
-            "slice_id",
-            name=f"{name}_key",
-            postgresql_include=["live_count", "history_count"],
-        ),
-        distribute_by="identity_value",
-        with_rowid=False,
-        metadata=metadata,
-    )
-
-
-def _marks(unit: str, metadata: sa.MetaData) -> sa.Table:
-    name = f"orders_{unit}_marks"
-    marks = table(
-        name,
-        sa.Column("order_id", Text, primary_key=True),
-        sa.Column("created_at_us", Int64, nullable=False),
-        sa.Column("fingerprint", Int64, nullable=False),
-        sa.Column("slice_id", Int64, nullable=False),
-        sa.Column("moved", Text, nullable=False),  # JSON: by identity type, the slice that a new dimension moved it to
-        sa.Column("identities", Text, nullable=False),
-        sa.Column("is_corrected", Int32, nullable=False),
-        distribute_by="order_id",
-        with_rowid=False,
-        metadata=metadata,
-    )
-    sa.Index(f"{name}_created", marks.c.created_at_us)
-    return marks
-
-
-def _kept(unit: str, metadata: sa.MetaData) -> sa.Table:
-    name = f"orders_{unit}_kept"
-    kept = table(
-        name,
-        sa.Column("order_id", Text, primary_key=True),
-        sa.Column("why", Text, primary_key=True),
-        sa.Column("created_at_us", Int64, nullable=False),
-        sa.Column("kept_at_us", Int64, nullable=False),
-        sa.Column("body", Text, nullable=False),
-        distribute_by="order_id",
-        with_rowid=False,
-        metadata=metadata,
-    )
-    sa.Index(f"{name}_kept_at", kept.c.kept_at_us)
-    return kept
-
-
-def _reservations(unit: str, metadata: sa.MetaData) -> sa.Table:
-    name = f"orders_{unit}_reservations"
-    reservations = table(
-        name,
-        sa.Column("identity_type", Int32, primary_key=True, autoincrement=False),
-        sa.Column("identity_value", BinaryText, primary_key=True),
-        sa.Column("order_id", Text, primary_key=True),
-        sa.Column("filters", Text, primary_key=True),
-        sa.Column("expires_at_us", Int64, nullable=False),
-        distribute_by="identity_value",
-        with_rowid=False,
-        metadata=metadata,
-    )
-    sa.Index(f"{name}_order", reservations.c.order_id)
-    sa.Index(f"{name}_expires", reservations.c.expires_at_us)
-    return reservations

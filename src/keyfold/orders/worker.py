@@ -12,9 +12,9 @@ from keyfold.core.errors import KeyfoldError
 from keyfold.core.loops import Loop
 from keyfold.core.store import Transaction
 from keyfold.core.topics.topic import Record
-from keyfold.orders.model import CompletedOrder, checked
+from keyfold.orders.model import CompletedOrder
 from keyfold.orders.service import sweeping
-from keyfold.orders.service.counting import count_orders
+from keyfold.orders.service.counting import count_orders, order_check
 from keyfold.orders.service.lagging import consumer_name
 from keyfold.orders.service.unit import Unit, Units, opened
 
@@ -41,15 +41,14 @@ def apply_orders(tx: Transaction, unit: Unit, records: Sequence[Record]) -> list
 
     Late ones, and those that cannot be placed, are kept with the unit.
     """
-    state, brands = unit.stood(tx).state, unit.settings.application_brands
-    future_us = unit.settings.future_seconds_max * SECOND_US
+    must_be_order = order_check(tx, unit)
     refused: list[Refusal] = []
     orders: list[CompletedOrder] = []
     read: list[Record] = []
     for record in records:
         try:
             order = _decoded(record.message.payload)
-            checked(order, state, brands, tx.now_us, future_us, "the order")
+            must_be_order(order, "the order")
             orders.append(order)
             read.append(record)
         except (KeyfoldError, msgspec.DecodeError, UnicodeError, RecursionError) as error:

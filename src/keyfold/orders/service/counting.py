@@ -5,7 +5,7 @@ inserted first: two writers of one order meet there, and the second sees the fir
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from msgspec import Struct, structs
@@ -43,10 +43,16 @@ class Verdict(Struct, frozen=True, gc=False):
 
 def must_be_orders(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder], place: str = "orders") -> None:
     """Refuse a batch of which an order is wrong, before any of it is counted."""
+    must_be_order = order_check(tx, unit)
+    for index, order in enumerate(orders):
+        must_be_order(order, f"{place}[{index}]")
+
+
+def order_check(tx: Transaction, unit: Unit) -> Callable[[CompletedOrder, str], None]:
+    """What refuses a wrong order, by the state of the unit as it stands now; it is told the order's place."""
     state, brands = unit.stood(tx).state, unit.settings.application_brands
     future_us = unit.settings.future_seconds_max * SECOND_US
-    for index, order in enumerate(orders):
-        checked(order, state, brands, tx.now_us, future_us, f"{place}[{index}]")
+    return lambda order, place: checked(order, state, brands, tx.now_us, future_us, place)
 
 
 def count_orders(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder]) -> list[Verdict]:

@@ -4,13 +4,12 @@ import msgspec
 import sqlalchemy as sa
 from msgspec import Struct
 
-from keyfold.core.clock import SECOND_US
 from keyfold.core.errors import BadInput
 from keyfold.core.store import Transaction
 from keyfold.core.store.shapes import delete
 from keyfold.core.times import iso
-from keyfold.orders.model import CompletedOrder, checked
-from keyfold.orders.service.counting import Verdict, count_orders
+from keyfold.orders.model import CompletedOrder
+from keyfold.orders.service.counting import Verdict, count_orders, order_check
 from keyfold.orders.service.unit import Unit
 
 
@@ -40,11 +39,11 @@ def kept_orders(tx: Transaction, unit: Unit, why: str | None, after: str, limit:
 def redrive(tx: Transaction, unit: Unit, after: str, limit: int) -> tuple[str | None, list[Verdict]]:
     """Count orders again that were set aside, now that the unit may place them; where to go on, and what became."""
     page = kept_orders(tx, unit, "set_aside", after, limit)
-    state, brands = unit.stood(tx).state, unit.settings.application_brands
+    must_be_order = order_check(tx, unit)
     good: list[CompletedOrder] = []
     for each in page:
         try:
-            checked(each.order, state, brands, tx.now_us, unit.settings.future_seconds_max * SECOND_US, each.order_id)
+            must_be_order(each.order, each.order_id)
             good.append(each.order)
         except BadInput:
             continue

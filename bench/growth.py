@@ -1,0 +1,106 @@
+"""How growth is measured, of whatever grows: stores of 0.1 M, 1 M and, if asked for, 10 M, that take turns."""
+
+import itertools
+import os
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from bench import stores
+from bench.harness import Goal, Race, Side
+from keyfold.core import memory
+from keyfold.core.context import Context
+from keyfold.core.store import Transaction
+
+OPTION = "KEYFOLD_BENCH_GROWTH"
+QUICK, USUAL, FULL = (10_000, 100_000), (100_000, 1_000_000), (100_000, 1_000_000, 10_000_000)
+READS_QUICK, READS = 200, 2_000
+MUST, MOONSHOT = 0.67, 0.91  # flat within 1.5×, within 1.1×
+
+Answer = TypeVar("Answer")
+
+
+class Grown(ABC, Generic[Answer]):
+    """A store that holds so many of what grows."""
+
+    def __init__(self, context: Context, count: int) -> None:
+        self.count = count
+        self._context = context
+        self._ids = itertools.count()
+        self._chance = random.Random(14)
+
+    @abstractmethod
+    def write(self, transactions: int) -> float:
+        """How many a second."""
+
+    @abstractmethod
+    def _question(self) -> Callable[[Transaction], Answer]:
+        """A read of somebody who is there, made ready."""
+
+    @abstractmethod
+    def _is_whole(self, answer: Answer) -> bool:
+        """Whether the answer has all that was asked for."""
+
+    def read(self, requests: int) -> float:
+        """The p99 in milliseconds."""
+        taken = []
+        for _ in range(requests):
+            question = self._question()
+            started = time.perf_counter()
+            answer = self._context.store.read(question)
+            taken.append(time.perf_counter() - started)
+            assert self._is_whole(answer)
+        return float(np.percentile(taken, 99)) * 1000
+
+
+class Titles(NamedTuple):
+    """What the races of a part are called: what grows, what is written and in which unit, what is read."""
+
+    grows: str
+    write: str
+    unit: str
+    read: str
+
+
+def races(
+    quick: bool,
+    titles: Titles,
+    grown_at: Callable[[str, int], AbstractContextManager[Grown[Answer]]],
+    *,
+    transactions: int,
+) -> Iterator[Race]:
+    """Writes and reads on each kind of store; `grown_at` opens the product at a URL and fills its store."""
+    memory.settle()  # as every server and worker does when it starts
+    counts = QUICK if quick else FULL if os.environ.get(OPTION) == "full" else USUAL
+    requests = READS_QUICK if quick else READS
+    goals = _goals(counts, titles)
+    with stores.each_kind() as kinds:
+        for kind, new_url in kinds.items():
+            with ExitStack() as stack:
+                writes, reads = [], []
+                for count in counts:
+                    grown = stack.enter_context(grown_at(new_url(), count))
+                    grown.write(1)
+                    grown.read(20)
+                    name = _size(count, titles)
+                    writes.append(Side(name, lambda grown=grown: grown.write(transactions)))  # type: ignore[misc]
+                    reads.append(Side(name, lambda grown=grown: grown.read(requests)))  # type: ignore[misc]
+                yield Race(title=f"{titles.write}, {kind}", unit=titles.unit, sides=writes, goals=goals)
+                yield Race(title=f"p99 of {titles.read}, {kind}", unit="ms", sides=reads, goals=goals, better="less")
+
+
+def _goals(counts: Sequence[int], titles: Titles) -> list[Goal]:
+    """What the table asks for is the step from 1 M to 10 M; a smaller one is shown without a grade."""
+    before, last = (_size(count, titles) for count in counts[-2:])
+    if tuple(counts[-2:]) == FULL[-2:]:
+        return [Goal(side=last, against=before, must=MUST, moonshot=MOONSHOT)]
+    return [Goal(side=last, against=before, note=f"the step to 10 M needs {OPTION}=full")]
+
+
+def _size(count: int, titles: Titles) -> str:
+    return f"{count / 1_000_000:g} M {titles.grows}"
