@@ -112,7 +112,7 @@ def source(tx: Transaction, table: sa.Table, columns: Columns) -> tuple[str, Any
         return _array_source(table, names), tuple(
             _array_text(table.c[name].type, column) for name, column in zip(names, values, strict=True)
         )
-    row = "(" + ", ".join(f"%s::{_postgres_type(table, name)}" for name in names) + ")"
+    row = "(" + ", ".join(f"%s::{postgres_type(table, name)}" for name in names) + ")"
     count = len(values[0])
     return "VALUES " + ", ".join([row] * count), tuple(value for each in zip(*values, strict=True) for value in each)
 
@@ -203,12 +203,12 @@ def _json_source(table: sa.Table, names: tuple[str, ...]) -> str:
 
 @cache
 def _array_source(table: sa.Table, names: tuple[str, ...]) -> str:
-    arrays = ", ".join(f"%s::{_postgres_type(table, name)}[]" for name in names)
+    arrays = ", ".join(f"%s::{postgres_type(table, name)}[]" for name in names)
     return f"SELECT * FROM unnest({arrays}) AS rows ({', '.join(names)})"
 
 
 @cache
-def _postgres_type(table: sa.Table, name: str) -> str:
+def postgres_type(table: sa.Table, name: str) -> str:
     if isinstance(table.c[name].type, sa.Text):
         return "TEXT"  # without a collation of its own, which an array cannot have
     return str(table.c[name].type.compile(dialect=postgresql.dialect()))  # type: ignore[no-untyped-call]

@@ -111,9 +111,9 @@ def insert(tx: Transaction, table: sa.Table, columns: Columns) -> None:
         values = list(zip(*batch.stored(table, rows), strict=True))
         tx.driver(f"{_into(table, tuple(rows))} VALUES ({', '.join('?' * len(rows))})", values)
         return
-    for piece in batch.slices(tx, rows):
-        rendered, parameters = batch.source(tx, table, piece)
-        tx.driver(f"{_into(table, tuple(rows))} {rendered}", parameters)
+    names = tuple(rows)
+    kinds = [batch.postgres_type(table, name) for name in names]
+    tx.copy(f"COPY {table.name} ({', '.join(names)}) FROM STDIN (FORMAT BINARY)", kinds, batch.stored(table, rows))
 
 
 def load(tx: Transaction, table: sa.Table, keys: Columns, wanted: Sequence[str]) -> dict[Row, Row]:
