@@ -210,6 +210,8 @@ def _prepare_connection(connection: DBAPIConnection, _: object) -> None:
         "cache_size = -65536",
         "temp_store = MEMORY",
         "journal_size_limit = 67108864",
+        # 32 MB: a large batch fills the default 4 MB by itself, and its pages would be written again at every commit.
+        "wal_autocheckpoint = 8000",
     ):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
