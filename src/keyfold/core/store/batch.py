@@ -99,8 +99,8 @@ def slices(tx: Transaction, columns: Columns) -> Iterator[Columns]:
         yield {name: values[start : start + size] for name, values in columns.items()}
 
 
-def source(tx: Transaction, table: sa.Table, columns: Columns) -> tuple[str, Any]:
-    """A `SELECT` or `VALUES` of the batch for the driver, and its parameters.
+def source(tx: Transaction, table: sa.Table, columns: Columns, rows_max: int = 0) -> tuple[str, Any]:
+    """A `SELECT` or `VALUES` of the batch for the driver, and its parameters; `rows_max` or fewer are `VALUES`.
 
     Keys, numbers and text only: SQLite's JSON holds 64-bit integers exactly but rounds floats its own way.
     """
@@ -108,13 +108,18 @@ def source(tx: Transaction, table: sa.Table, columns: Columns) -> tuple[str, Any
     values = stored(table, columns)
     if tx.is_sqlite:
         return _json_source(table, names), (_as_json(table, names, values),)
-    if tx.engine.unnest:
+    count = len(values[0])
+    if tx.engine.unnest and count > rows_max:
         return _array_source(table, names), tuple(
             _array_text(table.c[name].type, column) for name, column in zip(names, values, strict=True)
         )
     row = "(" + ", ".join(f"%s::{_postgres_type(table, name)}" for name in names) + ")"
-    count = len(values[0])
-    return "VALUES " + ", ".join([row] * count), tuple(value for each in zip(*values, strict=True) for value in each)
+    return "VALUES " + ", ".join([row] * count), tuple(
+        # A number as text takes the type of its column: by its size it would be one of three, each a plan of its own.
+        str(value) if type(value) is int else value
+        for each in zip(*values, strict=True)
+        for value in each
+    )
 
 
 def listed(table: sa.Table, name: str, values: Sequence[Any]) -> tuple[str, bytes]:
