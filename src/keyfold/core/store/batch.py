@@ -125,12 +125,26 @@ def source(tx: Transaction, table: sa.Table, columns: Columns, rows_max: int = 0
     )
 
 
-def listed(table: sa.Table, name: str, values: Sequence[Any]) -> tuple[str, bytes]:
-    """A `SELECT` of one column as `value` for SQLite, and its parameter."""
+def listed(tx: Transaction, table: sa.Table, name: str, values: Sequence[Any]) -> bytes | str:
+    """The values of one column as one parameter, for `listed_source` or `array_source`."""
     (ready,) = stored(table, {name: values})
+    if not tx.is_sqlite:
+        return _array_text(table.c[name].type, ready)
     if isinstance(table.c[name].type, sa.LargeBinary):
-        return "SELECT unhex(value) AS value FROM json_each(?)", msgspec.json.encode([each.hex() for each in ready])
-    return "SELECT value FROM json_each(?)", msgspec.json.encode(ready)
+        return msgspec.json.encode([each.hex() for each in ready])
+    return msgspec.json.encode(ready)
+
+
+def listed_source(table: sa.Table, name: str) -> str:
+    """A `SELECT` of one column as `value`, on SQLite."""
+    if isinstance(table.c[name].type, sa.LargeBinary):
+        return "SELECT unhex(value) AS value FROM json_each(?)"
+    return "SELECT value FROM json_each(?)"
+
+
+def array_source(table: sa.Table, name: str) -> str:
+    """The same as an array, on PostgreSQL."""
+    return f"%s::{_postgres_type(table, name)}[]"
 
 
 def relation(tx: Transaction, table: sa.Table, columns: Columns, name: str = "batch") -> sa.FromClause:

@@ -131,7 +131,7 @@ def load_rows(tx: Transaction, table: sa.Table, keys: Columns, wanted: tuple[str
     """As `load`, the wanted columns alone, row by row."""
     if not next(iter(keys.values())):
         return []
-    if tx.is_sqlite and (alike := _alike(keys)):
+    if (tx.is_sqlite or tx.engine.unnest) and (alike := _alike(keys)):
         return _signed_back(_load_alike(tx, table, keys, wanted, alike), table, wanted)
     before, after = _load_sql(table, tuple(keys), wanted, tx.is_sqlite)
     found: list[Row] = []
@@ -158,18 +158,26 @@ def _alike(keys: Columns) -> str:
 def _load_alike(
     tx: Transaction, table: sa.Table, keys: Columns, wanted: tuple[str, ...], differing: str
 ) -> list[tuple[Any, ...]]:
-    """The usual case on SQLite (70 µs for twenty keys instead of 90): a list of values is read faster than rows.
-
-    CROSS, because SQLite, which sees that the other columns are given, would else go through the table first.
-    """
-    same = [name for name in keys if name != differing]
-    rendered, parameters = batch.listed(table, differing, keys[differing])
+    """The usual case: a list of values is read faster than rows (twenty keys on SQLite: 70 µs instead of 90)."""
+    same = tuple(name for name in keys if name != differing)
     given = [values[0] for values in batch.stored(table, {name: keys[name][:1] for name in same})]
-    where = " AND ".join([*(f"{table.name}.{name} = ?" for name in same), f"{table.name}.{differing} = batch.value"])
     return tx.rows(
-        f"SELECT {_qualified(table, wanted)} FROM ({rendered}) AS batch CROSS JOIN {table.name} ON {where}",
-        (parameters, *given),
+        _alike_sql(table, same, differing, wanted, tx.is_sqlite),
+        (batch.listed(tx, table, differing, keys[differing]), *given),
     )
+
+
+@cache
+def _alike_sql(table: sa.Table, same: tuple[str, ...], differing: str, wanted: tuple[str, ...], is_sqlite: bool) -> str:
+    """CROSS, because SQLite, which sees that the other columns are given, would else go through the table first."""
+    mark = "?" if is_sqlite else "%s"
+    given = "".join(f" AND {table.name}.{name} = {mark}" for name in same)
+    picked = f"SELECT {_qualified(table, wanted)} FROM"
+    if is_sqlite:
+        listed = batch.listed_source(table, differing)
+        return f"{picked} ({listed}) AS batch CROSS JOIN {table.name} ON {table.name}.{differing} = batch.value{given}"
+    any_of = batch.array_source(table, differing)
+    return f"{picked} {table.name} WHERE {table.name}.{differing} = ANY({any_of}){given}"
 
 
 def locking_load(tx: Transaction, table: sa.Table, keys: Columns, wanted: Sequence[str]) -> dict[Row, Row]:
