@@ -131,7 +131,8 @@ def load_rows(tx: Transaction, table: sa.Table, keys: Columns, wanted: tuple[str
     """As `load`, the wanted columns alone, row by row."""
     if not next(iter(keys.values())):
         return []
-    if (tx.is_sqlite or tx.engine.unnest) and (alike := _alike(keys)):
+    is_long = len(next(iter(keys.values()))) > LOAD_ROWS
+    if (tx.is_sqlite or (is_long and tx.engine.unnest)) and (alike := _alike(keys)):
         return _signed_back(_load_alike(tx, table, keys, wanted, alike), table, wanted)
     before, after = _load_sql(table, tuple(keys), wanted, tx.is_sqlite)
     found: list[Row] = []
