@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from typing import Annotated, Literal
 
 import msgspec
@@ -86,7 +87,7 @@ class Splitting(Struct, frozen=True):
     marked_from_us: int  # every live order created from here on has a mark, which tells where it counts
 
 
-class UnitState(Struct, frozen=True):
+class UnitState(Struct, frozen=True, dict=True):
     """What a unit counts by, as stored: it changes live, by commands."""
 
     identities: list[IdentityType]
@@ -94,10 +95,13 @@ class UnitState(Struct, frozen=True):
     splitting: Splitting | None = None
     columns: dict[str, str] = {}  # what history calls identity types and dimensions that were added
 
+    @cached_property
+    def by_name(self) -> dict[str, IdentityType]:
+        return {each.name: each for each in self.identities}
+
     def identity(self, name: str, place: str) -> IdentityType:
-        for each in self.identities:
-            if each.name == name:
-                return each
+        if name in self.by_name:
+            return self.by_name[name]
         known = ", ".join(each.name for each in self.identities)
         raise BadInput(f"there is no identity type {name!r}", place=place, hint=f"Known: {known}")
 
@@ -162,14 +166,16 @@ def checked(
     if not order.identities:
         raise BadInput("an order needs at least one identity", place=f"{place}.identities")
     for name in order.identities:
-        state.identity(name, f"{place}.identities.{name}")
+        if name not in state.by_name:
+            state.identity(name, f"{place}.identities.{name}")
     for name in order.properties:
         if name not in state.dimensions and not (name == APPLICATION and brands):
             known = ", ".join([*state.dimensions, *([APPLICATION] if brands else [])])
             raise BadInput(f"there is no property {name!r}", place=f"{place}.properties.{name}", hint=f"Known: {known}")
-    if micros(order.created_at) < 0:
+    created_at_us = micros(order.created_at)
+    if created_at_us < 0:
         raise BadInput("the order was created before 1970", place=f"{place}.created_at")
-    if micros(order.created_at) > now_us + future_us:
+    if created_at_us > now_us + future_us:
         raise BadInput("the order was created in the future", place=f"{place}.created_at")
 
 
@@ -192,7 +198,7 @@ def dimension_values(
 def live_identities(order: CompletedOrder, state: UnitState) -> dict[int, str]:
     """The identities for which the order counts live, by type id."""
     created_at_us = micros(order.created_at)
-    by_name = {each.name: each for each in state.identities}
+    by_name = state.by_name
     return {
         by_name[name].type_id: value for name, value in order.identities.items() if by_name[name].takes(created_at_us)
     }
@@ -226,20 +232,34 @@ def matches(values: Mapping[str, str], filters: Sequence[Property]) -> bool:
     return all(values.get(each.name, UNKNOWN) == each.value for each in filters)
 
 
-def grouped(
-    cells: Iterable[tuple[Mapping[str, str], int]], filters: Sequence[Property], group_by: Sequence[str]
-) -> list[DataItem]:
-    """The counts of one identity by the values of `group_by`, sorted by them; nothing where there are no orders."""
-    sums: dict[tuple[str, ...], int] = {}
-    for values, count in cells:
-        if count and matches(values, filters):
-            key = tuple([values.get(name, UNKNOWN) for name in group_by])
-            sums[key] = sums.get(key, 0) + count
-    return [
-        DataItem([Property(name, value) for name, value in zip(group_by, key, strict=True)], sums[key])
-        for key in sorted(sums)
-        if sums[key]
-    ]
+class View:
+    """Slices as all queries with one set of filters and groups see them.
+
+    The values of a slice never change, so what it is to such a query is found out once.
+    """
+
+    def __init__(self, filters: Sequence[Property], group_by: Sequence[str]) -> None:
+        self._filters = filters
+        self._group_by = group_by
+        self._groups: dict[int, tuple[str, ...] | None] = {}  # by slice; None: the filters leave it out
+        self._properties: dict[tuple[str, ...], list[Property]] = {}
+
+    def grouped(self, cells: Iterable[tuple[int, int]], values_of: Mapping[int, Mapping[str, str]]) -> list[DataItem]:
+        """The counts of one identity, given by slice, in the order of their groups; nothing where there are none."""
+        sums: dict[tuple[str, ...], int] = {}
+        for slice_id, count in cells:
+            group = self._groups[slice_id] if slice_id in self._groups else self._see(slice_id, values_of[slice_id])
+            if group is not None:
+                sums[group] = sums.get(group, 0) + count
+        return [DataItem(self._properties[group], sums[group]) for group in sorted(sums) if sums[group]]
+
+    def _see(self, slice_id: int, values: Mapping[str, str]) -> tuple[str, ...] | None:
+        group = None
+        if matches(values, self._filters):
+            group = tuple([values.get(name, UNKNOWN) for name in self._group_by])
+            self._properties[group] = [Property(*each) for each in zip(self._group_by, group, strict=True)]
+        self._groups[slice_id] = group
+        return group
 
 
 # First-N ----------------------------------------------------------------------------------------------------------

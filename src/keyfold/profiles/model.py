@@ -212,12 +212,15 @@ def _failed(one: Handler, error: Exception) -> KeyfoldError:
     return UpdateRefused(f"the handler {one.handle.__name__} failed: {type(error).__name__}: {error}")
 
 
+_encoded_in_order = msgspec.json.Encoder(order="sorted").encode
+
+
 def fingerprint(fields: Mapping[str, Any]) -> int:
     """CRC-32 of what an event says, whatever the order of its fields: it tells a repeat from a conflict.
 
     Neither is counted, so a collision can only call a conflict a repeat.
     """
-    return zlib.crc32(msgspec.json.encode(fields, order="sorted"))
+    return zlib.crc32(_encoded_in_order(fields))
 
 
 class Settled(Struct):

@@ -279,6 +279,48 @@ def test_the_same_input_gives_the_same_bytes_in_chunks_and_whole(
 
 @pytest.mark.spec("CNT-15")
 @kernels
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_same_input_gives_the_same_answer_on_any_number_of_cores(
+    kernel: KernelName, wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(4)
+    rows = [
+        (chance.randrange(40), chance.choice([SPENT, SEEN, SCORE]), chance.randrange(2**40), 1.5, chance.randrange(DAY))
+        for _ in range(3_000)
+    ]
+    rows = [
+        (profile, counter, key, 1.0 if counter == SEEN else value, age) for profile, counter, key, value, age in rows
+    ]
+    if wrong:
+        rows[0] = (0, 0, 1, 1.0, 0)
+        rows[700] = (3, SPENT, 1, math.nan, 0)
+    monkeypatch.setattr("keyfold.counters.bulk.folding.CHUNK_ROWS", 50)
+    monkeypatch.setattr("keyfold.counters.bulk.checks.SLICE_ROWS", 64)
+    bodies = [b""] * 39 + [b"not a profile"]
+    alone = fold(CATALOG, bodies, _updates(rows, NOW), now=NOW, kernel=kernel, cores=1)
+    assert list(alone.refused)[: 2 * wrong] == [0, 700][: 2 * wrong]
+    for cores in (2, 5):
+        shared = fold(CATALOG, bodies, _updates(rows, NOW), now=NOW, kernel=kernel, cores=cores)
+        assert (shared.bodies, shared.bill, shared.dropped) == (alone.bodies, alone.bill, alone.dropped)
+        assert shared.changed.tolist() == alone.changed.tolist()
+        assert shared.expires_at.tolist() == alone.expires_at.tolist()
+        assert shared.refused.keys() == alone.refused.keys()
+        assert shared.broken.keys() == alone.broken.keys()
+
+
+@pytest.mark.spec("CNT-15")
+@kernels
+def test_many_keys_of_one_profile_are_put_in_order(kernel: KernelName) -> None:
+    """Also more than are ranked."""
+    chance = random.Random(5)
+    for count in (2, 256, 257, 900):
+        keys = chance.sample(range(2**50), count)
+        folded = fold(CATALOG, [b""], _updates([(0, LONE, key, 1.0, 0) for key in keys], NOW), now=NOW, kernel=kernel)
+        assert list(_decoded(CATALOG, folded.bodies[0])[LONE]) == sorted(keys)
+
+
+@pytest.mark.spec("CNT-15")
+@kernels
 def test_owned_rows_come_back_apart_and_are_never_folded(kernel: KernelName) -> None:
     rows = [(0, SPENT, 1, 1.0, 0), (0, SPENT, 2, math.nan, 0), (0, SPENT, 3, 1.0, 0)]
     folded = fold(CATALOG, [b""], _updates(rows, NOW, owner=[7, 2**64 - 1, 0]), now=NOW, kernel=kernel)

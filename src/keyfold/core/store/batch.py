@@ -6,6 +6,7 @@ writers on PostgreSQL), aggregating keeps one key from standing twice in a state
 
 import itertools
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -17,6 +18,8 @@ from sqlalchemy.dialects import postgresql
 from keyfold.core.errors import DataRefused
 from keyfold.core.store.schema import SIGN_BIT, UInt64
 from keyfold.core.store.store import Transaction
+
+_AWKWARD = re.compile(r'["\\]')  # in text, what an array has to escape
 
 Columns = Mapping[str, Sequence[Any]]
 Row = tuple[Any, ...]
@@ -45,11 +48,12 @@ def aggregated(columns: Columns, key: Sequence[str], folds: Mapping[str, Fold]) 
         else:
             for index, value in enumerate(values):
                 before[index] = fold[index](before[index], value)
-    ordered = sorted(by_key)
-    result: dict[str, list[Any]] = {name: [row_key[index] for row_key in ordered] for index, name in enumerate(key)}
-    for index, name in enumerate(rest):
-        result[name] = [by_key[row_key][index] for row_key in ordered]
-    return result
+    names = (*key, *rest)
+    if not by_key:
+        return {name: [] for name in names}
+    ordered = sorted(by_key.items(), key=operator.itemgetter(0))
+    rows = [(*row_key, *values) for row_key, values in ordered]
+    return {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
 
 def in_key_order(columns: Columns, key: Sequence[str]) -> dict[str, list[Any]]:
@@ -99,8 +103,8 @@ def slices(tx: Transaction, columns: Columns) -> Iterator[Columns]:
         yield {name: values[start : start + size] for name, values in columns.items()}
 
 
-def source(tx: Transaction, table: sa.Table, columns: Columns) -> tuple[str, Any]:
-    """A `SELECT` or `VALUES` of the batch for the driver, and its parameters.
+def source(tx: Transaction, table: sa.Table, columns: Columns, rows_max: int = 0) -> tuple[str, Any]:
+    """A `SELECT` or `VALUES` of the batch for the driver, and its parameters; `rows_max` or fewer are `VALUES`.
 
     Keys, numbers and text only: SQLite's JSON holds 64-bit integers exactly but rounds floats its own way.
     """
@@ -108,21 +112,39 @@ def source(tx: Transaction, table: sa.Table, columns: Columns) -> tuple[str, Any
     values = stored(table, columns)
     if tx.is_sqlite:
         return _json_source(table, names), (_as_json(table, names, values),)
-    if tx.engine.unnest:
+    count = len(values[0])
+    if tx.engine.unnest and count > rows_max:
         return _array_source(table, names), tuple(
             _array_text(table.c[name].type, column) for name, column in zip(names, values, strict=True)
         )
-    row = "(" + ", ".join(f"%s::{postgres_type(table, name)}" for name in names) + ")"
-    count = len(values[0])
-    return "VALUES " + ", ".join([row] * count), tuple(value for each in zip(*values, strict=True) for value in each)
+    return "VALUES " + ", ".join([_values_row(table, names)] * count), tuple(
+        # A number as text takes the type of its column: by its size it would be one of three, each a plan of its own.
+        str(value) if type(value) is int else value
+        for each in zip(*values, strict=True)
+        for value in each
+    )
 
 
-def listed(table: sa.Table, name: str, values: Sequence[Any]) -> tuple[str, bytes]:
-    """A `SELECT` of one column as `value` for SQLite, and its parameter."""
+def listed(tx: Transaction, table: sa.Table, name: str, values: Sequence[Any]) -> bytes | str:
+    """The values of one column as one parameter, for `listed_source` or `array_source`."""
     (ready,) = stored(table, {name: values})
+    if not tx.is_sqlite:
+        return _array_text(table.c[name].type, ready)
     if isinstance(table.c[name].type, sa.LargeBinary):
-        return "SELECT unhex(value) AS value FROM json_each(?)", msgspec.json.encode([each.hex() for each in ready])
-    return "SELECT value FROM json_each(?)", msgspec.json.encode(ready)
+        return msgspec.json.encode([each.hex() for each in ready])
+    return msgspec.json.encode(ready)
+
+
+def listed_source(table: sa.Table, name: str) -> str:
+    """A `SELECT` of one column as `value`, on SQLite."""
+    if isinstance(table.c[name].type, sa.LargeBinary):
+        return "SELECT unhex(value) AS value FROM json_each(?)"
+    return "SELECT value FROM json_each(?)"
+
+
+def array_source(table: sa.Table, name: str) -> str:
+    """The same as an array, on PostgreSQL."""
+    return f"%s::{postgres_type(table, name)}[]"
 
 
 def relation(tx: Transaction, table: sa.Table, columns: Columns, name: str = "batch") -> sa.FromClause:
@@ -176,13 +198,17 @@ def _plain(kind: sa.types.TypeEngine[Any]) -> sa.types.TypeEngine[Any]:
 def _array_text(kind: sa.types.TypeEngine[Any], values: Sequence[Any]) -> str:
     """An array as PostgreSQL reads it: half the cost of what the driver makes of a list, item by item."""
     if isinstance(kind, sa.Text):
+        if None not in values and not _AWKWARD.search("".join(values)):
+            return '{"' + '","'.join(values) + '"}'
         items = [
             "NULL" if value is None else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"' for value in values
         ]
     elif isinstance(kind, sa.LargeBinary):
         items = ["NULL" if value is None else f'"\\\\x{value.hex()}"' for value in values]
-    else:
+    elif None in values:
         items = ["NULL" if value is None else str(value) for value in values]
+    else:
+        items = list(map(str, values))
     return "{" + ",".join(items) + "}"
 
 
@@ -205,6 +231,11 @@ def _json_source(table: sa.Table, names: tuple[str, ...]) -> str:
 def _array_source(table: sa.Table, names: tuple[str, ...]) -> str:
     arrays = ", ".join(f"%s::{postgres_type(table, name)}[]" for name in names)
     return f"SELECT * FROM unnest({arrays}) AS rows ({', '.join(names)})"
+
+
+@cache
+def _values_row(table: sa.Table, names: tuple[str, ...]) -> str:
+    return "(" + ", ".join(f"%s::{postgres_type(table, name)}" for name in names) + ")"
 
 
 @cache

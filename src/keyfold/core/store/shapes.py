@@ -18,6 +18,10 @@ from keyfold.core.store.store import Transaction
 
 VERSION = "version"
 STEP_ROWS = 50
+COPY_ROWS_MIN = 50  # below it the further round trip of a COPY costs more than it saves
+# Of a load: so few keys are VALUES, whose plan PostgreSQL keeps (60 µs for four keys); with arrays, whose lengths it
+# looks at, it plans each time anew (120 µs).
+LOAD_ROWS = 8
 
 
 def increment(
@@ -111,30 +115,44 @@ def insert(tx: Transaction, table: sa.Table, columns: Columns) -> None:
         values = list(zip(*batch.stored(table, rows), strict=True))
         tx.driver(f"{_into(table, tuple(rows))} VALUES ({', '.join('?' * len(rows))})", values)
         return
-    names = tuple(rows)
-    kinds = [batch.postgres_type(table, name) for name in names]
-    tx.copy(f"COPY {table.name} ({', '.join(names)}) FROM STDIN (FORMAT BINARY)", kinds, batch.stored(table, rows))
+    if len(rows[key[0]]) >= COPY_ROWS_MIN:
+        names = tuple(rows)
+        kinds = [batch.postgres_type(table, name) for name in names]
+        tx.copy(f"COPY {table.name} ({', '.join(names)}) FROM STDIN (FORMAT BINARY)", kinds, batch.stored(table, rows))
+        return
+    rendered, parameters = batch.source(tx, table, rows)
+    tx.driver(f"{_into(table, tuple(rows))} {rendered}", parameters)
 
 
 def load(tx: Transaction, table: sa.Table, keys: Columns, wanted: Sequence[str]) -> dict[Row, Row]:
     """The wanted columns of the rows that are there, by key. `keys` may name a prefix of the primary key only if
     the rows it selects are meant all."""
     key = key_names(table)
+    width = len(key)
+    return {row[:width]: row[width:] for row in load_rows(tx, table, keys, (*key, *wanted))}
+
+
+def load_rows(tx: Transaction, table: sa.Table, keys: Columns, wanted: tuple[str, ...]) -> list[Row]:
+    """As `load`, the wanted columns alone, row by row."""
     if not next(iter(keys.values())):
-        return {}
-    if tx.is_sqlite and (alike := _alike(keys)):
-        return _by_key(_load_alike(tx, table, keys, wanted, alike), table, key, wanted)
-    joined = " AND ".join(f"{table.name}.{name} = batch.{name}" for name in keys)
-    found: dict[Row, Row] = {}
+        return []
+    is_long = len(next(iter(keys.values()))) > LOAD_ROWS
+    if (tx.is_sqlite or (is_long and tx.engine.unnest)) and (alike := _alike(keys)):
+        return _signed_back(_load_alike(tx, table, keys, wanted, alike), table, wanted)
+    before, after = _load_sql(table, tuple(keys), wanted, tx.is_sqlite)
+    found: list[Row] = []
     for piece in batch.slices(tx, keys):
-        rendered, parameters = batch.source(tx, table, piece)
-        rows = tx.rows(
-            f"SELECT {_qualified(table, (*key, *wanted))} FROM ({rendered}) AS batch{_alias(tx, keys)}"
-            f" JOIN {table.name} ON {joined}",
-            parameters,
-        )
-        found |= _by_key(rows, table, key, wanted)
-    return found
+        rendered, parameters = batch.source(tx, table, piece, LOAD_ROWS)
+        found += tx.rows(f"{before}{rendered}{after}", parameters)
+    return _signed_back(found, table, wanted)
+
+
+@cache
+def _load_sql(table: sa.Table, keys: tuple[str, ...], wanted: tuple[str, ...], is_sqlite: bool) -> tuple[str, str]:
+    """What stands before the batch, and behind it."""
+    joined = " AND ".join(f"{table.name}.{name} = batch.{name}" for name in keys)
+    alias = "" if is_sqlite else f" ({', '.join(keys)})"
+    return f"SELECT {_qualified(table, wanted)} FROM (", f") AS batch{alias} JOIN {table.name} ON {joined}"
 
 
 def _alike(keys: Columns) -> str:
@@ -144,21 +162,28 @@ def _alike(keys: Columns) -> str:
 
 
 def _load_alike(
-    tx: Transaction, table: sa.Table, keys: Columns, wanted: Sequence[str], differing: str
+    tx: Transaction, table: sa.Table, keys: Columns, wanted: tuple[str, ...], differing: str
 ) -> list[tuple[Any, ...]]:
-    """The usual case on SQLite (70 µs for twenty keys instead of 90): a list of values is read faster than rows.
-
-    CROSS, because SQLite, which sees that the other columns are given, would else go through the table first.
-    """
-    same = [name for name in keys if name != differing]
-    rendered, parameters = batch.listed(table, differing, keys[differing])
+    """The usual case: a list of values is read faster than rows (twenty keys on SQLite: 70 µs instead of 90)."""
+    same = tuple(name for name in keys if name != differing)
     given = [values[0] for values in batch.stored(table, {name: keys[name][:1] for name in same})]
-    where = " AND ".join([*(f"{table.name}.{name} = ?" for name in same), f"{table.name}.{differing} = batch.value"])
     return tx.rows(
-        f"SELECT {_qualified(table, (*key_names(table), *wanted))} FROM ({rendered}) AS batch"
-        f" CROSS JOIN {table.name} ON {where}",
-        (parameters, *given),
+        _alike_sql(table, same, differing, wanted, tx.is_sqlite),
+        (batch.listed(tx, table, differing, keys[differing]), *given),
     )
+
+
+@cache
+def _alike_sql(table: sa.Table, same: tuple[str, ...], differing: str, wanted: tuple[str, ...], is_sqlite: bool) -> str:
+    """CROSS, because SQLite, which sees that the other columns are given, would else go through the table first."""
+    mark = "?" if is_sqlite else "%s"
+    given = "".join(f" AND {table.name}.{name} = {mark}" for name in same)
+    picked = f"SELECT {_qualified(table, wanted)} FROM"
+    if is_sqlite:
+        listed = batch.listed_source(table, differing)
+        return f"{picked} ({listed}) AS batch CROSS JOIN {table.name} ON {table.name}.{differing} = batch.value{given}"
+    any_of = batch.array_source(table, differing)
+    return f"{picked} {table.name} WHERE {table.name}.{differing} = ANY({any_of}){given}"
 
 
 def locking_load(tx: Transaction, table: sa.Table, keys: Columns, wanted: Sequence[str]) -> dict[Row, Row]:
@@ -275,16 +300,20 @@ def _update_counted(
     return changed
 
 
-def _by_key(
-    rows: Sequence[tuple[Any, ...]], table: sa.Table, key: Sequence[str], wanted: Sequence[str]
-) -> dict[Row, Row]:
+def _by_key(rows: list[tuple[Any, ...]], table: sa.Table, key: Sequence[str], wanted: Sequence[str]) -> dict[Row, Row]:
     width = len(key)
-    if unsigned := _unsigned(table, (*key, *wanted)):
-        rows = [
-            tuple(value + SIGN_BIT if at in unsigned and value is not None else value for at, value in enumerate(row))
-            for row in rows
-        ]
-    return {row[:width]: row[width:] for row in rows}
+    return {row[:width]: row[width:] for row in _signed_back(rows, table, (*key, *wanted))}
+
+
+def _signed_back(rows: list[Row], table: sa.Table, names: tuple[str, ...]) -> list[Row]:
+    """Rows as they come from the driver, with unsigned numbers as they were."""
+    unsigned = _unsigned(table, names)
+    if not unsigned:
+        return rows
+    return [
+        tuple(value + SIGN_BIT if at in unsigned and value is not None else value for at, value in enumerate(row))
+        for row in rows
+    ]
 
 
 @cache

@@ -28,10 +28,12 @@ from keyfold.core.errors import (
     StoreUnreachable,
 )
 from keyfold.core.limits import Limits
+from keyfold.core.store.readers import Readers
 
 # 3.51.3 mended the WAL-reset bug that can corrupt a file with two writers.
 VERSION_MIN = (3, 51, 3)
 READERS_MAX = 8
+READERS_KEPT = 4
 
 
 def driver() -> ModuleType:
@@ -78,16 +80,12 @@ class SqliteEngine:
         self._reader = sa.create_engine(url, pool_size=READERS_MAX, max_overflow=READERS_MAX, **options)
         for engine in (self._writer, self._reader):
             sa.event.listen(engine, "connect", _prepare_connection)
+        self.readers = Readers(self._reader.connect, self.cursor, READERS_KEPT)
 
     @contextlib.contextmanager
     def write(self) -> Iterator[sa.Connection]:
         with self._turnstile, self._writer.connect() as connection:
             connection.exec_driver_sql("BEGIN IMMEDIATE")
-            yield connection
-
-    @contextlib.contextmanager
-    def read(self) -> Iterator[sa.Connection]:
-        with self._reader.connect() as connection:
             yield connection
 
     @contextlib.contextmanager
@@ -113,6 +111,9 @@ class SqliteEngine:
     def about_now_us(self, connection: sa.Connection) -> int:
         return self.now_us(connection)
 
+    def cursor(self, connection: Any) -> Any:
+        return connection.cursor()
+
     def meaning(self, error: sa.exc.DBAPIError) -> KeyfoldError | None:
         """What a driver's error means to us; LostRace and StoreUnreachable are tried again."""
         code = getattr(error.orig, "sqlite_errorcode", 0) or 0
@@ -135,6 +136,7 @@ class SqliteEngine:
         return None
 
     def close(self) -> None:
+        self.readers.close()
         self._writer.dispose()
         self._reader.dispose()
         self._turnstile.close()
@@ -210,6 +212,8 @@ def _prepare_connection(connection: DBAPIConnection, _: object) -> None:
         "cache_size = -65536",
         "temp_store = MEMORY",
         "journal_size_limit = 67108864",
+        # 32 MB: a large batch fills the default 4 MB by itself, and its pages would be written again at every commit.
+        "wal_autocheckpoint = 8000",
     ):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()

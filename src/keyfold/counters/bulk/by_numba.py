@@ -6,13 +6,15 @@ All unsigned numbers are kept in np.uint64: mixed with a signed one, Numba would
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numba
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
-from keyfold.counters.bulk.checks import Checked
+from keyfold.counters.bulk.checks import Checked, check
 from keyfold.counters.bulk.columns import (
     FOREIGN,
     NEVER,
@@ -22,13 +24,14 @@ from keyfold.counters.bulk.columns import (
     Bytes,
     Done,
     Floats,
-    Gathered,
     Ints,
     Updates,
     Words,
     Work,
 )
+from keyfold.counters.bulk.cores import on_cores, shares
 from keyfold.counters.bulk.tables import NO_LIMIT, Tables
+from keyfold.counters.model import TIME_MAX, VALUE_MAX
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -43,18 +46,21 @@ def _int64(number: int) -> int:
     return cast(int, np.int64(number))
 
 
+RANKED_MAX = 256  # entries of a group; more of them are sorted
 _NONE, _SINGLE, _MISSING = _int64(0), _int64(1), _int64(-1)
 BY_MAX_RECORDS, BY_EXPIRE_DAYS = _int64(0), _int64(1)
 PROFILE_PACK, PACK_IDS, PACK_KEYS = _int64(0x1A), _int64(0x0A), _int64(0x12)
 PACK_VALUES, ROW_VALUES = _int64(0x1A), _int64(0x0A)
-GROUP, START, END, FIRST_KEY, COUNT = 0, 1, 2, 3, 4  # the columns of `Bodies.packs`
+GROUP, START, END, FIRST_KEY, COUNT = 0, 1, 2, 3, 4  # the columns of `Stored.packs`
+# The columns of `Rows`: a value is real, or whole where its counter is exact; the counter stands above the time.
+KEY, VALUE, COUNTER_TIME, ROW_WORDS = 0, 1, 2, 3
 
 _SEVEN = np.uint64(7)
 _LOW = np.uint64(0x7F)
 _MORE = np.uint64(0x80)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _MIX_GROUP = np.uint64(0xC2B2AE3D27D4EB4F)
-_ZERO, _ONE, _HALF = np.uint64(0), np.uint64(1), np.uint64(32)
+_ZERO, _ONE, _HALF, _LOW32 = np.uint64(0), np.uint64(1), np.uint64(32), np.uint64(0xFFFFFFFF)
 
 
 # Without the counting of references, which took more time than the work (such code may not make arrays), and without
@@ -88,13 +94,10 @@ class Known(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of the batch, by profile."""
+    """The rows of the batch, by profile: a row's numbers stand together, since each place is a miss of the cache."""
 
-    counter: NDArray[np.int32]
-    key: Words
-    value: Floats
-    exact: Words
-    time: Ints
+    words: Words
+    reals: Floats  # the same memory
 
 
 class Stored(NamedTuple):
@@ -139,8 +142,61 @@ class Box(NamedTuple):
     float64: Floats
 
 
-def run(work: Work, tables: Tables) -> Done:
-    known = Known(
+class Batch(Struct, kw_only=True):
+    starts: Ints
+    rows: Rows
+    known: Known
+
+    def fold(self, work: Work) -> Done:
+        own = self.starts[work.begin : work.end + 1]
+        buffer, starts, status, expires_at, bill, dropped = _fold_all(
+            work.buffer, work.starts, own, self.rows, work.now, self.known
+        )
+        return Done(buffer=buffer, starts=starts, status=status, expires_at=expires_at, bill=bill, dropped=int(dropped))
+
+
+def checked(tables: Tables, updates: Updates, profiles: int, now: int, future_seconds_max: int, cores: int) -> Checked:
+    """One look at each row; where one is refused or has an owner, or an exact number has to be made, arrays do it."""
+    length = len(updates.profile)
+    columns = (updates.counter, updates.value, updates.time)
+    if updates.owner is not None or FIXED64 in tables.kinds or any(len(column) != length for column in columns):
+        return check(tables, updates, profiles, now, future_seconds_max, cores)
+    profile, counter = np.ascontiguousarray(updates.profile), np.ascontiguousarray(updates.counter)
+    value, time = np.ascontiguousarray(updates.value), np.ascontiguousarray(updates.time)
+    place, time_latest = np.empty(length, np.int32), min(TIME_MAX, now + future_seconds_max)
+    known, parts = _known(tables), shares(length, cores)
+    judge = partial(_are_good, profile, counter, value, time, profiles, time_latest, known, tables.read_only, place)
+    if not all(on_cores(cores, [partial(judge, begin, end) for begin, end in parts])):
+        return check(tables, updates, profiles, now, future_seconds_max, cores)
+    return Checked(counter=place, exact=np.empty(0, np.uint64), good=None, owned=np.empty(0, np.int64), refused={})
+
+
+def gathered(updates: Updates, checked: Checked, profiles: int, tables: Tables, cores: int) -> Batch:
+    """A counting sort that moves the rows themselves; each core takes a share of them, in their order."""
+    profile, key = np.ascontiguousarray(updates.profile), np.ascontiguousarray(updates.key)
+    value, time = np.ascontiguousarray(updates.value), np.ascontiguousarray(updates.time)
+    good = checked.good if checked.good is not None else np.empty(0, np.bool_)
+    parts = shares(len(profile), cores)
+    counts = np.zeros((len(parts), profiles), np.int64)
+    on_cores(cores, [partial(_count, profile, good, part[0], part[1], counts[at]) for at, part in enumerate(parts)])
+    starts = np.zeros(profiles + 1, np.int64)
+    np.cumsum(counts.sum(axis=0), out=starts[1:])
+    places = starts[:-1] + np.cumsum(counts, axis=0) - counts
+    words = np.empty((int(starts[-1]), ROW_WORDS), np.uint64)  # by NumPy, which asks for large pages
+    rows, known = Rows(words, words.view(np.float64)), _known(tables)
+    columns = (checked.counter, key, value, checked.exact, time)
+    on_cores(
+        cores,
+        [
+            partial(_move, profile, good, part[0], part[1], *columns, known.kinds, places[at], rows)
+            for at, part in enumerate(parts)
+        ],
+    )
+    return Batch(starts=starts, rows=rows, known=known)
+
+
+def _known(tables: Tables) -> Known:
+    return Known(
         tables.ids,
         tables.kinds,
         tables.decays,
@@ -152,61 +208,71 @@ def run(work: Work, tables: Tables) -> Done:
         tables.records_max,
         tables.expire_seconds,
     )
-    given = work.rows
-    rows = Rows(given.counter, given.key, given.value, given.exact, given.time)
-    buffer, starts, status, expires_at, bill, dropped = _fold_all(
-        work.buffer, work.starts, given.starts, rows, work.now, known
-    )
-    return Done(buffer=buffer, starts=starts, status=status, expires_at=expires_at, bill=bill, dropped=int(dropped))
-
-
-def gathered(updates: Updates, checked: Checked, profiles: int) -> Gathered:
-    starts, counter, key, value, exact, time = _gathered(
-        np.ascontiguousarray(updates.profile),
-        checked.good if checked.good is not None else np.empty(0, np.bool_),
-        profiles,
-        checked.counter,
-        np.ascontiguousarray(updates.key),
-        np.ascontiguousarray(updates.value),
-        checked.exact,
-        np.ascontiguousarray(updates.time),
-    )
-    return Gathered(starts=starts, counter=counter, key=key, value=value, exact=exact, time=time)
 
 
 @_compiled_and_kept
-def _gathered(
+def _are_good(
+    profile: Ints,
+    counter: Words,
+    value: Floats,
+    time: Ints,
+    profiles: int,
+    time_latest: int,
+    known: Known,
+    read_only: Bools,
+    place: NDArray[np.int32],
+    begin: int,
+    end: int,
+) -> bool:
+    """Put in the place of each row's counter; False where a row is not as `checks` would have it."""
+    last_id, last_place, is_time, bad = _ZERO, _MISSING, False, False
+    for row in range(begin, end):
+        if counter[row] != last_id or last_place < 0:
+            last_id = counter[row]
+            last_place = _place(known.ids, _NONE, len(known.ids), last_id)
+            if last_place < 0 or read_only[last_place]:
+                return False
+            is_time = known.kinds[last_place] == FIXED32
+        place[row] = last_place
+        bad |= (profile[row] < 0) | (profile[row] >= profiles) | (time[row] < 1) | (time[row] > time_latest)
+        bad |= (not abs(value[row]) <= VALUE_MAX) | (is_time & (value[row] != 1.0))
+    return not bad
+
+
+@_compiled_and_kept
+def _count(profile: Ints, good: Bools, begin: int, end: int, counts: Ints) -> None:
+    all_good = len(good) == 0
+    for row in range(begin, end):
+        if all_good or good[row]:
+            counts[profile[row]] += 1
+
+
+@_compiled_and_kept
+def _move(
     profile: Ints,
     good: Bools,
-    profiles: int,
+    begin: int,
+    end: int,
     counter: NDArray[np.int32],
     key: Words,
     value: Floats,
     exact: Words,
     time: Ints,
-) -> Any:
-    """A counting sort that moves the rows themselves, reading them in their order."""
-    starts = np.zeros(profiles + 1, np.int64)
+    kinds: Ints,
+    places: Ints,
+    rows: Rows,
+) -> None:
     all_good, any_exact = len(good) == 0, len(exact) > 0
-    for row in range(len(profile)):
-        if all_good or good[row]:
-            starts[profile[row] + 1] += 1
-    for index in range(profiles):
-        starts[index + 1] += starts[index]
-    count = starts[profiles]
-    places = starts[:-1].copy()
-    new_counter, new_key = np.empty(count, np.int32), np.empty(count, np.uint64)
-    new_value, new_time = np.empty(count, np.float64), np.empty(count, np.int64)
-    new_exact = np.empty(count if any_exact else 0, np.uint64)
-    for row in range(len(profile)):
+    for row in range(begin, end):
         if all_good or good[row]:
             place = places[profile[row]]
             places[profile[row]] = place + 1
-            new_counter[place], new_key[place] = counter[row], key[row]
-            new_value[place], new_time[place] = value[row], time[row]
-            if any_exact:
-                new_exact[place] = exact[row]
-    return starts, new_counter, new_key, new_value, new_exact, new_time
+            rows.words[place, KEY] = key[row]
+            if any_exact and kinds[counter[row]] == FIXED64:
+                rows.words[place, VALUE] = exact[row]
+            else:
+                rows.reals[place, VALUE] = value[row]
+            rows.words[place, COUNTER_TIME] = np.uint64(counter[row]) << _HALF | np.uint64(time[row])
 
 
 # Reading the wire ---------------------------------------------------------------------------------------------------
@@ -421,7 +487,7 @@ def _put32(out: Bytes, at: int, word: np.uint32) -> None:
 
 @_compiled
 def _put64(out: Bytes, at: int, word: np.uint64) -> None:
-    _put32(out, at, np.uint32(word & np.uint64(0xFFFFFFFF)))
+    _put32(out, at, np.uint32(word & _LOW32))
     _put32(out, at + 4, np.uint32(word >> _HALF))
 
 
@@ -506,7 +572,7 @@ def _fold_all(buffer: Bytes, starts: Ints, row_starts: Ints, rows: Rows, now: in
             continue
         status[profile] = WRITTEN
         dropped += own_dropped
-        _put_in_order(count, groups, entries)
+        _put_in_order(count, groups, entries, kept)
         for group in range(groups):
             pack = stored.pack_of[group]
             if pack < 0 and entries.begin[group] == entries.begin[group + 1]:
@@ -542,6 +608,12 @@ def _table_size(rows: int) -> int:
 
 
 @_compiled
+def _counter_time(rows: Rows, row: int) -> Any:
+    word = rows.words[row, COUNTER_TIME]
+    return np.int64(word >> _HALF), np.int64(word & _LOW32)
+
+
+@_compiled
 def _gather(rows: Rows, begin: int, end: int, known: Known, entries: Entries) -> int:
     """Make one entry of the rows of each group and key; how many."""
     size = _table_size(end - begin)
@@ -549,7 +621,8 @@ def _gather(rows: Rows, begin: int, end: int, known: Known, entries: Entries) ->
     mask = np.uint64(size - 1)
     count = 0
     for row in range(begin, end):
-        group, key, time = known.group[rows.counter[row]], rows.key[row], rows.time[row]
+        counter, time = _counter_time(rows, row)
+        group, key = known.group[counter], rows.words[row, KEY]
         hashed = (key ^ (np.uint64(group) * _MIX_GROUP)) * _MIX
         place = (hashed >> _HALF) & mask
         entry = int(entries.table[place]) - 1
@@ -631,23 +704,24 @@ def _add_rows(
         entry = int(entries.of_row[row - begin])
         if not entries.good[entry]:
             continue
-        counter = int(rows.counter[row])
+        counter, time = _counter_time(rows, row)
         member, kind = known.slot[counter], known.kinds[counter]
         at = entry * columns + member - known.first[entries.group[entry]]
         stands[member] = True
         if kind in (FLOAT, DOUBLE):
-            values[at] += rows.value[row] * _factor(known.decays[counter], entries.time[entry] - rows.time[row])
+            values[at] += rows.reals[row, VALUE] * _factor(known.decays[counter], entries.time[entry] - time)
         elif kind == FIXED32:
-            whole[at] = max(whole[at], np.uint64(rows.time[row]))
+            whole[at] = max(whole[at], np.uint64(time))
         else:
-            whole[at] += rows.exact[row]
-            if whole[at] < rows.exact[row]:
+            exact = rows.words[row, VALUE]
+            whole[at] += exact
+            if whole[at] < exact:
                 return False
     return True
 
 
 @_compiled
-def _put_in_order(count: int, groups: int, entries: Entries) -> None:
+def _put_in_order(count: int, groups: int, entries: Entries, kept: Kept) -> None:
     """Entries by group, then key."""
     entries.begin[:] = 0
     for entry in range(count):
@@ -659,12 +733,30 @@ def _put_in_order(count: int, groups: int, entries: Entries) -> None:
         entries.order[entries.begin[group + 1]] = entry
         entries.begin[group + 1] += 1
     for group in range(groups):
-        _sort_by_key(entries.order[entries.begin[group] : entries.begin[group + 1]], entries.key)
+        first, size = entries.begin[group], entries.begin[group + 1] - entries.begin[group]
+        if size > RANKED_MAX:
+            _sort_by_key(entries.order[first : first + size], entries.key)
+        elif size > 1:
+            _rank_by_key(entries.order[first : first + size], entries.key, kept)
+
+
+@_compiled
+def _rank_by_key(order: Ints, key: Words, kept: Kept) -> None:
+    """Each entry to the place that is the number of smaller keys: no branch to guess, and many compared at a time."""
+    size = len(order)
+    for index in range(size):
+        kept.entry[index] = order[index]
+        kept.rank[index] = key[order[index]]
+    for index in range(size):
+        own, place = kept.rank[index], 0
+        for other in range(size):
+            place += kept.rank[other] < own
+        order[place] = kept.entry[index]
 
 
 @_compiled
 def _sort_by_key(order: Ints, key: Words) -> None:
-    """Shell's sort: short, in place, and as quick as any for the few keys of a profile."""
+    """Shell's sort: short, and in place."""
     gap = 1
     while gap < len(order) // 3:
         gap = gap * 3 + 1

@@ -3,6 +3,7 @@
 The same answers as `by_numba`, without a compiler. Only the form that we write ourselves is understood.
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from keyfold.counters.bulk import varints
-from keyfold.counters.bulk.checks import Checked
+from keyfold.counters.bulk.checks import Checked, check
 from keyfold.counters.bulk.columns import (
     FOREIGN,
     NEVER,
@@ -19,12 +20,12 @@ from keyfold.counters.bulk.columns import (
     Bytes,
     Done,
     Floats,
-    Gathered,
     Ints,
     Updates,
     Words,
     Work,
 )
+from keyfold.counters.bulk.cores import on_cores
 from keyfold.counters.bulk.order import rows_by_profile
 from keyfold.counters.bulk.scan import (
     PACK_IDS,
@@ -93,40 +94,72 @@ class Overflow(Exception):
         self.profiles = profiles
 
 
-def gathered(updates: Updates, checked: Checked, profiles: int) -> Gathered:
-    starts, rows = rows_by_profile(updates.profile, checked.good, profiles)
-    return Gathered(
-        starts=starts,
-        counter=checked.counter[rows],
-        key=updates.key[rows],
-        value=updates.value[rows],
-        exact=checked.exact[rows] if len(checked.exact) else checked.exact,
-        time=updates.time[rows],
-    )
+class Rows(Struct, kw_only=True):
+    """The rows that passed the checks, by profile: jumping between rows would be mostly waiting for memory."""
+
+    starts: Ints  # of each profile's rows, one more than there are profiles
+    counter: NDArray[np.int32]  # of each row, the place of its counter in the tables
+    key: Words
+    value: Floats
+    exact: Words  # the value of rows of VF_FIXED64 counters; may be empty where there are none
+    time: Ints
+
+    def of(self, begin: int, end: int) -> "Rows":
+        """Those of some profiles."""
+        own = slice(int(self.starts[begin]), int(self.starts[end]))
+        return Rows(
+            starts=self.starts[begin : end + 1] - self.starts[begin],
+            counter=self.counter[own],
+            key=self.key[own],
+            value=self.value[own],
+            exact=self.exact[own],
+            time=self.time[own],
+        )
 
 
-def run(work: Work, tables: Tables) -> Done:
-    barred = np.zeros(len(work.starts) - 1, np.bool_)
-    while True:
-        try:
-            # A sum that leaves its kind is held at the largest number; a factor that underflows is 0.
-            with np.errstate(over="ignore", under="ignore"):
-                return Fold(work, tables, barred).run()
-        except Overflow as overflow:
-            barred[overflow.profiles] = True
+class Batch(Struct, kw_only=True):
+    starts: Ints
+    rows: Rows
+    tables: Tables
+
+    def fold(self, work: Work) -> Done:
+        rows, barred = self.rows.of(work.begin, work.end), np.zeros(work.end - work.begin, np.bool_)
+        while True:
+            try:
+                # A sum that leaves its kind is held at the largest number; a factor that underflows is 0.
+                with np.errstate(over="ignore", under="ignore"):
+                    return Fold(work, rows, self.tables, barred).run()
+            except Overflow as overflow:
+                barred[overflow.profiles] = True
+
+
+checked = check
+
+
+def gathered(updates: Updates, checked: Checked, profiles: int, tables: Tables, cores: int) -> Batch:
+    starts, order = rows_by_profile(updates.profile, checked.good, profiles)
+    columns = (checked.counter, updates.key, updates.value, updates.time)
+    counter, key, value, time = on_cores(cores, [partial(_taken, column, order) for column in columns])
+    exact = checked.exact[order] if len(checked.exact) else checked.exact
+    rows = Rows(starts=starts, counter=counter, key=key, value=value, exact=exact, time=time)
+    return Batch(starts=starts, rows=rows, tables=tables)
+
+
+def _taken(column: NDArray[Any], order: Ints) -> NDArray[Any]:
+    return column[order]
 
 
 class Fold:
     """One run over one buffer of bodies."""
 
-    def __init__(self, work: Work, tables: Tables, barred: Bools) -> None:
-        self.rows, self.tables, self.now = work.rows, tables, work.now
+    def __init__(self, work: Work, rows: Rows, tables: Tables, barred: Bools) -> None:
+        self.rows, self.tables, self.now = rows, tables, work.now
         self.profiles = len(work.starts) - 1
         self.words = varints.words64(work.buffer)
         self.words32 = varints.words32(work.buffer)
         self.scanned: Scanned = Scanner(work.buffer, work.starts, tables).scan()
         self.foreign = self.scanned.foreign | barred
-        self.row_profile = np.repeat(np.arange(self.profiles), np.diff(work.rows.starts))
+        self.row_profile = np.repeat(np.arange(self.profiles), np.diff(rows.starts))
         self.bill = np.zeros((len(tables.ids), 2), np.float64)
 
     def run(self) -> Done:

@@ -1,11 +1,14 @@
 """Which rows of a batch may be folded, and why the others may not."""
 
+from functools import partial
+
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
 from keyfold.core.errors import KeyfoldError
 from keyfold.counters.bulk.columns import Bools, Ints, Updates, Words
+from keyfold.counters.bulk.cores import on_cores
 from keyfold.counters.bulk.tables import Tables
 from keyfold.counters.catalog import Kind
 from keyfold.counters.errors import CounterReadOnly, CounterUnknown, TimeWrong, ValueWrong
@@ -23,7 +26,7 @@ class Checked(Struct, kw_only=True):
     refused: dict[int, KeyfoldError]
 
 
-def check(tables: Tables, updates: Updates, profiles: int, now: int, future_seconds_max: int) -> Checked:
+def check(tables: Tables, updates: Updates, profiles: int, now: int, future_seconds_max: int, cores: int) -> Checked:
     """Look at every row once; messages are made only for the rows that are refused."""
     _check_shapes(updates, profiles)
     length = len(updates.profile)
@@ -34,9 +37,8 @@ def check(tables: Tables, updates: Updates, profiles: int, now: int, future_seco
     has_exact = bool((tables.kinds == Kind.FIXED64).any())
     if has_exact:
         exact = np.zeros(length, np.uint64)
-    # In slices, so that what is worked out on the way stays in the cache.
-    for begin in range(0, length if len(tables.ids) else 0, SLICE_ROWS):
-        some = slice(begin, begin + SLICE_ROWS)
+
+    def judge(some: slice) -> None:
         place[some], known[some] = _places(tables, updates.counter[some])
         value_wrong[some], its_exact = _wrong_values(tables, updates, some, place[some])
         if its_exact is not None:
@@ -44,6 +46,11 @@ def check(tables: Tables, updates: Updates, profiles: int, now: int, future_seco
         bad[some] = ~known[some] | value_wrong[some] | (updates.time[some] < 1) | (updates.time[some] > time_latest)
         if tables.read_only.any():
             bad[some] |= tables.read_only[place[some]]
+
+    if len(tables.ids):
+        # In slices, so that what is worked out on the way stays in the cache.
+        begins = range(0, length, SLICE_ROWS)
+        on_cores(cores, [partial(judge, slice(begin, begin + SLICE_ROWS)) for begin in begins])
     if not len(tables.ids):
         bad[:] = True
     owned = _owned(updates)

@@ -44,23 +44,13 @@ class Folded(Struct, kw_only=True):
     expires_at: Ints  # the second after which every key is expired; NEVER; 0 for an empty profile
 
 
-class Gathered(Struct, kw_only=True):
-    """The rows that passed the checks, by profile: a kernel that jumped between rows would mostly wait for memory."""
-
-    starts: Ints  # of each profile's rows, one more than there are profiles
-    counter: NDArray[np.int32]  # of each row, the place of its counter in the tables
-    key: Words
-    value: Floats
-    exact: Words  # the value of rows of VF_FIXED64 counters; may be empty where there are none
-    time: Ints
-
-
 class Work(Struct, kw_only=True):
-    """The input of one run of a kernel: one buffer of bodies, and their rows."""
+    """The input of one run of a kernel: some of the profiles of its batch, and one buffer of their bodies."""
 
+    begin: int
+    end: int
     buffer: Bytes  # padded with at least 16 bytes
     starts: Ints  # of the bodies, one more than there are
-    rows: Gathered
     now: int
 
 

@@ -1,26 +1,28 @@
 """The columnar fold: checks the rows, hands canonical bodies to a kernel in one buffer, and the others to protobuf."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from keyfold.counters.bulk import by_numpy
-from keyfold.counters.bulk.checks import Checked, check
+from keyfold.counters.bulk.checks import Checked
 from keyfold.counters.bulk.columns import (
     FOREIGN,
     UNCHANGED,
     WRITTEN,
     Done,
+    Floats,
     Folded,
-    Gathered,
     Ints,
     KernelName,
     Updates,
     Work,
 )
+from keyfold.counters.bulk.cores import cores_for, on_cores
 from keyfold.counters.bulk.foreign import fold_foreign
 from keyfold.counters.bulk.order import rows_by_profile
 from keyfold.counters.bulk.tables import Tables, tables_of
@@ -28,16 +30,34 @@ from keyfold.counters.catalog import Catalog
 
 PADDING = bytes(16)  # so that eight bytes can be loaded at the last one
 # What one run of a kernel holds in memory: more rows or bytes are folded in several runs.
-CHUNK_ROWS = 1 << 20
-CHUNK_BYTES = 32 << 20
+CHUNK_ROWS = 1 << 18
+CHUNK_BYTES = 8 << 20
+
+
+class Batch(Protocol):
+    """The rows that passed the checks, by profile, the way a kernel takes them."""
+
+    starts: Ints  # of each profile's rows, one more than there are profiles
+
+    def fold(self, work: Work) -> Done: ...
 
 
 class Kernel(Protocol):
     """Two modules do the same work in different ways."""
 
-    def gathered(self, updates: Updates, checked: Checked, profiles: int) -> Gathered: ...
+    def checked(
+        self, tables: Tables, updates: Updates, profiles: int, now: int, future_seconds_max: int, cores: int
+    ) -> Checked: ...
 
-    def run(self, work: Work, tables: Tables) -> Done: ...
+    def gathered(self, updates: Updates, checked: Checked, profiles: int, tables: Tables, cores: int) -> Batch: ...
+
+
+class Ran(Struct, kw_only=True):
+    """What is left to say of one run, when its bodies have been taken over."""
+
+    foreign: list[int]
+    bill: Floats
+    dropped: int
 
 
 def fold(
@@ -48,10 +68,15 @@ def fold(
     now: int,
     future_seconds_max: int = 86_400,
     kernel: KernelName = "auto",
+    cores: int | None = None,
 ) -> Folded:
-    """Fold a batch of updates into the bodies of profiles: one commit at `now`, in which order does not matter."""
+    """Fold a batch of updates into the bodies of profiles: one commit at `now`, in which order does not matter.
+
+    A large batch is folded on all cores that the process may use, or on so many; the bytes are the same.
+    """
     tables, with_kernel = tables_of(catalog), _kernel(kernel)
-    checked = check(tables, updates, len(bodies), now, future_seconds_max)
+    cores = cores_for(len(updates.profile)) if cores is None else cores
+    checked = with_kernel.checked(tables, updates, len(bodies), now, future_seconds_max, cores)
     folded = Folded(
         bodies=list(bodies),
         changed=np.zeros(len(bodies), np.bool_),
@@ -62,15 +87,16 @@ def fold(
         bill={},
         expires_at=np.zeros(len(bodies), np.int64),
     )
-    gathered = with_kernel.gathered(updates, checked, len(bodies))
+    batch = with_kernel.gathered(updates, checked, len(bodies), tables, cores)
     bill = np.zeros((len(tables.ids), 2), np.float64)
     sizes = np.fromiter(map(len, bodies), np.int64, len(bodies))
     foreign: list[int] = []
-    for begin, end in _chunks(gathered.starts, sizes):
-        done = with_kernel.run(_work(bodies, sizes, gathered, begin, end, now), tables)
-        _take_over(folded, done, begin)
-        bill += done.bill
-        foreign += (np.flatnonzero(done.status == FOREIGN) + begin).tolist()
+    chunks = _chunks(batch.starts, sizes)
+    runs = [partial(_run, folded, batch, bodies, sizes, begin, end, now) for begin, end in chunks]
+    for ran in on_cores(cores, runs):
+        folded.dropped += ran.dropped
+        bill += ran.bill
+        foreign += ran.foreign
     if foreign:
         starts, rows = rows_by_profile(updates.profile, checked.good, len(bodies))
         for profile in foreign:
@@ -107,29 +133,20 @@ def _chunks(row_starts: Ints, sizes: Ints) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-def _work(bodies: Sequence[bytes], sizes: Ints, rows: Gathered, begin: int, end: int, now: int) -> Work:
+def _run(folded: Folded, batch: Batch, bodies: Sequence[bytes], sizes: Ints, begin: int, end: int, now: int) -> Ran:
+    """Fold into some of the bodies; runs of different bodies may go on at the same time."""
     starts = np.zeros(end - begin + 1, np.int64)
     np.cumsum(sizes[begin:end], out=starts[1:])
-    own = slice(int(rows.starts[begin]), int(rows.starts[end]))
-    return Work(
-        buffer=np.frombuffer(b"".join([*bodies[begin:end], PADDING]), np.uint8),
-        starts=starts,
-        rows=Gathered(
-            starts=rows.starts[begin : end + 1] - rows.starts[begin],
-            counter=rows.counter[own],
-            key=rows.key[own],
-            value=rows.value[own],
-            exact=rows.exact[own],
-            time=rows.time[own],
-        ),
-        now=now,
-    )
+    buffer = np.frombuffer(b"".join([*bodies[begin:end], PADDING]), np.uint8)
+    done = batch.fold(Work(begin=begin, end=end, buffer=buffer, starts=starts, now=now))
+    folded.expires_at[begin:end] = done.expires_at
+    _take_over(folded, done, begin)
+    foreign = (np.flatnonzero(done.status == FOREIGN) + begin).tolist()
+    return Ran(foreign=foreign, bill=done.bill, dropped=done.dropped)
 
 
 def _take_over(folded: Folded, done: Done, begin: int) -> None:
     """The bodies that a kernel wrote, where they differ from what was there."""
-    folded.dropped += done.dropped
-    folded.expires_at[begin : begin + len(done.status)] = done.expires_at
     written = np.flatnonzero(done.status == WRITTEN)
     if not len(written):
         return

@@ -39,8 +39,8 @@ class Pack(Struct, frozen=True, gc=False):
     rows: list[tuple[Kind, Sequence[Number]]]
 
 
-# The wanted counters of a pack; of each its kind, and whether its values are real.
-Shape = tuple[list[int], list[tuple[Kind, bool]]]
+# The wanted counters of a pack; of each its kind, and whether its values are real; the kind where it is just one such.
+Shape = tuple[list[int], list[tuple[Kind, bool]], Kind | None]
 
 
 class Layout(Struct, frozen=True):
@@ -80,7 +80,8 @@ class Plan:
         members = self.members[code >> CODE_BITS]
         ids = [each for bit, each in enumerate(members) if code >> bit & 1]
         kinds = [self.catalog[each].kind for each in ids]
-        shape = self.shapes[code] = (ids, [(kind, kind in REAL) for kind in kinds])
+        only_real = kinds[0] if len(kinds) == 1 and kinds[0] in REAL else None
+        shape = self.shapes[code] = (ids, [(kind, kind in REAL) for kind in kinds], only_real)
         return shape
 
     def layout(self, ids: tuple[int, ...]) -> Layout | None:
@@ -223,16 +224,20 @@ def _cut(
             found.append(None)
             continue
         packs: list[Pack] = []
+        add = packs.append
         for code, count in islice(packs_left, packs_count):
-            counter_ids, kinds = shapes.get(code) or plan.shape(code)
+            counter_ids, kinds, only_real = shapes.get(code) or plan.shape(code)
             keys = words[at : (at := at + count)]
+            if only_real is not None:  # the usual pack: a loop over its rows costs as much as all else
+                add(Pack(counter_ids, keys, [(only_real, floats[floats_at : (floats_at := floats_at + count)])]))
+                continue
             rows: list[tuple[Kind, Sequence[Number]]] = []
             for kind, is_real in kinds:
                 if is_real:
                     rows.append((kind, floats[floats_at : (floats_at := floats_at + count)]))
                 else:
                     rows.append((kind, words[at : (at := at + count)]))
-            packs.append(Pack(counter_ids, keys, rows))
+            add(Pack(counter_ids, keys, rows))
         found.append(packs)
     return found
 

@@ -4,7 +4,7 @@ Whoever holds a place first holds the gates of all the identities, in key order,
 is held counts as taken wherever the order to come could match the filter: a check refuses rather than grants too much.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -17,7 +17,7 @@ from keyfold.core.store.shapes import delete, increment, load
 from keyfold.core.times import iso
 from keyfold.orders import metrics
 from keyfold.orders.model import Identity, Property, UnitState, could_both_match, matches
-from keyfold.orders.service.reading import CellKey, Counts, Query, columns_of, counts_of, is_complete, must_be_known
+from keyfold.orders.service.reading import CellKey, Query, cells_of, columns_of, is_complete, must_be_known
 from keyfold.orders.service.unit import Unit
 
 
@@ -90,7 +90,11 @@ def check_orders(tx: Transaction, unit: Unit, checks: Sequence[Check]) -> list[C
     keys = [key for check in checks for key in _keys(ids, check)]
     # Places before counts: an order that is counted in between is then seen twice, and never not at all.
     places = _places(tx, unit, keys)
-    counts = counts_of(tx, unit, keys)
+    cells, values = cells_of(tx, unit, keys)
+
+    def count(key: CellKey, check: Check) -> int:
+        return sum(orders for slice_id, orders in cells.get(key, ()) if matches(values[slice_id], check.filters))
+
     counted = _counted(tx, unit, [check.order_id for check in checks if check.order_id is not None])
     answers: list[Checked | KeyfoldError] = []
     taken: list[tuple[CellKey, Check]] = []
@@ -98,7 +102,7 @@ def check_orders(tx: Transaction, unit: Unit, checks: Sequence[Check]) -> list[C
         if check.order_id in counted:
             answers.append(Conflict(f"the order {check.order_id!r} was counted already", place="reserve.order_id"))
             continue
-        answer = _answer(state, check, _keys(ids, check), counts, places, tx.now_us)
+        answer = _answer(state, check, _keys(ids, check), count, places, tx.now_us)
         if answer.allowed and check.order_id is not None:
             for key in dict.fromkeys(_keys(ids, check)):
                 places.setdefault(key, []).append(Held(check.order_id, check.filter_values))
@@ -120,12 +124,17 @@ def _keys(ids: Mapping[str, int], check: Check) -> list[CellKey]:
 
 
 def _answer(
-    state: UnitState, check: Check, keys: Sequence[CellKey], counts: Counts, places: Places, now_us: int
+    state: UnitState,
+    check: Check,
+    keys: Sequence[CellKey],
+    count: Callable[[CellKey, Check], int],
+    places: Places,
+    now_us: int,
 ) -> Checked:
     seen = [
         CheckedIdentity(
             identity,
-            sum(count for values, count in counts.get(key, ()) if matches(values, check.filters)),
+            count(key, check),
             _held_by_others(places.get(key, ()), check),
         )
         for identity, key in zip(check.identities, keys, strict=True)

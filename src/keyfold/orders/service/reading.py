@@ -7,15 +7,17 @@ from msgspec import Struct
 from keyfold.core.errors import Internal, TooLarge
 from keyfold.core.store import Transaction
 from keyfold.core.store.batch import Columns
-from keyfold.core.store.shapes import load
+from keyfold.core.store.shapes import load, load_rows
 from keyfold.core.times import iso
-from keyfold.orders.model import DataItem, Identity, IdentityType, Property, UnitState, grouped, must_be_query
+from keyfold.orders.model import DataItem, Identity, IdentityType, Property, UnitState, View, must_be_query
 from keyfold.orders.service.unit import Unit
 from keyfold.orders.tables import NEVER_FROM_US, NEVER_TO_US
 
 ITEMS_MAX = 100_000  # counts in one answer
 CellKey = tuple[int, str]  # identity type, identity value
-Counts = Mapping[CellKey, list[tuple[Mapping[str, str], int]]]
+Cells = Mapping[CellKey, list[tuple[int, int]]]  # slices, and the number of orders, live and history together
+SliceValues = Mapping[int, Mapping[str, str]]
+COUNTED = ("identity_type", "identity_value", "slice_id", "live_count", "history_count")
 PARTS = ("live_count", "live_from_us", "live_to_us", "history_count", "history_from_us", "history_to_us")
 
 
@@ -56,20 +58,22 @@ def read_many(tx: Transaction, unit: Unit, queries: Sequence[Query]) -> list[lis
     """Several queries by one statement; each was checked."""
     state = unit.seen(tx).state
     ids = {each.name: each.type_id for each in state.identities}
-    counts = counts_of(
+    cells, values = cells_of(
         tx, unit, [(ids[each.type], each.value) for query in queries for each in query.identities if each.type in ids]
     )
-    return [_answered(query, ids, counts) for query in queries]
+    return [_answered(query, unit.view(query.filters, query.group_by), ids, cells, values) for query in queries]
 
 
-def _answered(query: Query, ids: Mapping[str, int], counts: Counts) -> list[IdentityData]:
+def _answered(
+    query: Query, view: View, ids: Mapping[str, int], cells: Cells, values: SliceValues
+) -> list[IdentityData]:
     """The answer to one query. A few bytes may ask for much: what is answered is bounded as what is asked."""
     answers: list[IdentityData] = []
     items = 0
     for each in query.identities:
-        cells = counts.get((ids[each.type], each.value), ())
-        answers.append(IdentityData(each, grouped(cells, query.filters, query.group_by)))
-        items += len(answers[-1].data)
+        data = view.grouped(cells.get((ids[each.type], each.value), ()), values)
+        answers.append(IdentityData(each, data))
+        items += len(data)
         if items > ITEMS_MAX:
             raise TooLarge(
                 f"the answer would have more than {ITEMS_MAX} counts", place="identities", hint="Ask for fewer at once"
@@ -92,16 +96,17 @@ def columns_of(keys: Sequence[CellKey]) -> Columns:
     return {"identity_type": [each for each, _ in wanted], "identity_value": [each for _, each in wanted]}
 
 
-def counts_of(tx: Transaction, unit: Unit, keys: Sequence[CellKey]) -> Counts:
-    """The cells of identities: values of the dimensions, and the number of orders, live and history together."""
-    found = load(tx, unit.tables.cells, columns_of(keys), ("live_count", "history_count"))
-    values = unit.values_of(tx, [key[2] for key in found])
-    if lost := [key[2] for key in found if key[2] not in values]:
+def cells_of(tx: Transaction, unit: Unit, keys: Sequence[CellKey]) -> tuple[Cells, SliceValues]:
+    """The cells of identities, and the values of their slices."""
+    cells: dict[CellKey, list[tuple[int, int]]] = {}
+    slice_ids: set[int] = set()
+    for type_id, value, slice_id, live, history in load_rows(tx, unit.tables.cells, columns_of(keys), COUNTED):
+        slice_ids.add(slice_id)
+        cells.setdefault((type_id, value), []).append((slice_id, live + history))
+    values = unit.values_of(tx, slice_ids)
+    if lost := [each for each in slice_ids if each not in values]:
         raise Internal(f"the slice {lost[0]} of unit {unit.name} is lost")
-    counts: dict[CellKey, list[tuple[Mapping[str, str], int]]] = {}
-    for (type_id, value, slice_id), (live, history) in found.items():
-        counts.setdefault((type_id, value), []).append((values[slice_id], live + history))
-    return counts
+    return cells, values
 
 
 def evidence_of(

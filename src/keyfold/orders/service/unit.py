@@ -17,7 +17,7 @@ from keyfold.core.store.shapes import compare_and_set, insert_new, load
 from keyfold.core.times import iso, moment_us
 from keyfold.core.topics.topic import TopicSpec
 from keyfold.orders import hooks
-from keyfold.orders.model import IdentityType, Slice, UnitState, slice_of
+from keyfold.orders.model import IdentityType, Property, Slice, UnitState, View, slice_of
 from keyfold.orders.settings import OrdersSettings, UnitSettings
 from keyfold.orders.tables import UnitTables, tables_of
 
@@ -25,6 +25,7 @@ DAY_US = 86_400 * SECOND_US
 STATE = "unit"
 # Readers may go by a state that is this old: nothing that they answer from it is wrong for it.
 SEEN_US_MAX = SECOND_US
+VIEWS_MAX = 64
 
 
 class Stood(msgspec.Struct, frozen=True):
@@ -47,6 +48,7 @@ class Unit:
         self.any_reservation = f"SELECT 1 FROM {self.tables.reservations.name} LIMIT 1"  # noqa: S608
         self._guard = threading.Lock()
         self._slices: dict[int, Mapping[str, str]] = {}  # those that are committed
+        self._views: dict[tuple[tuple[Property, ...], tuple[str, ...]], View] = {}
         self._by_values: dict[tuple[str, ...], Slice] = {}
         self._seen: tuple[int, Stood] | None = None
 
@@ -133,6 +135,16 @@ class Unit:
             with self._guard:
                 self._slices.update({each: decode(text) for each, text in self._load_slices(tx, unknown).items()})
         return self._slices
+
+    def view(self, filters: Sequence[Property], group_by: Sequence[str]) -> View:
+        """How queries with these filters and groups see slices. They come from outside, so few are remembered."""
+        key = (tuple(filters), tuple(group_by))
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) >= VIEWS_MAX:
+                self._views.clear()
+            found = self._views[key] = View(filters, group_by)
+        return found
 
     def _load_slices(self, tx: Transaction, slice_ids: Sequence[int]) -> dict[int, str]:
         found = load(tx, self.tables.slices, {"slice_id": slice_ids}, ("dimension_values",))

@@ -100,14 +100,15 @@ def _unmarked(
     Fingerprints are taken before a handler has seen the event.
     """
     prints = [fingerprint(event.fields) for _, _, event in arrived]
-    first: dict[EventKey, int] = {}  # where the first of an id stands
-    for at, (_, log, event) in enumerate(arrived):
-        first.setdefault((log, event.id), at)
+    keys = [(log, event.id) for _, log, event in arrived]
+    # Where the first of an id stands; from behind, so that it is the one that stays.
+    first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
+    at_first = sorted(first.values())
     marks: Columns = {
-        "log": [log for log, _ in first],
-        "event_id": [event_id for _, event_id in first],
-        "fingerprint": [prints[at] for at in first.values()],
-        "time": [arrived[at][2].time for at in first.values()],
+        "log": [arrived[at][1] for at in at_first],
+        "event_id": [arrived[at][2].id for at in at_first],
+        "fingerprint": [prints[at] for at in at_first],
+        "time": [arrived[at][2].time for at in at_first],
     }
     inserted = insert_new(tx, EVENT_MARKS, marks)
     if len(inserted) == len(arrived):
@@ -115,8 +116,7 @@ def _unmarked(
     known = _marks(tx, [key for key in first if key not in inserted])
     new: list[Arrived] = []
     repeats: list[Arrived] = []
-    for at, (number, log, event) in enumerate(arrived):
-        key = (log, event.id)
+    for at, (key, (number, log, event)) in enumerate(zip(keys, arrived, strict=True)):
         if key in inserted and first[key] == at:
             new.append((number, log, event))
             continue
@@ -173,11 +173,14 @@ def _write(tx: Transaction, product: Product, stored: Mapping[ProfileKey, Stored
         changed[profile].held_until_us = max(held_until_us, changed[profile].held_until_us)
     public: list[ProfileKey] = []
     expires_at: list[int] = plan.folded.expires_at.tolist()
-    for index in np.flatnonzero(plan.folded.changed).tolist():
-        key = plan.profiles[index]
-        row = changed[key] = stored[key]
-        row.body, row.expires_at = plan.folded.bodies[index], expires_at[index]
-        public.append(key)
+    places = {plan.profiles[index]: index for index in np.flatnonzero(plan.folded.changed).tolist()}
+    # In the order that they were loaded in, which is that of their keys: nothing needs to be sorted again.
+    for key, row in stored.items():
+        index = places.get(key)
+        if index is not None:
+            changed[key] = row
+            row.body, row.expires_at = plan.folded.bodies[index], expires_at[index]
+            public.append(key)
     raise_versions(tx, stored, public)
     save(tx, changed, COUNTED)
     move_held(tx, product, plan.settlement)

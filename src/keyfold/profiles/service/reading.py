@@ -100,8 +100,12 @@ def read_profiles(
     _must_not_be_too_much(product, rows)
     read: list[Read] = []
     for (ids, view), own, passed_on in zip(entries, rows, _passed_on(product, entries, rows, now), strict=True):
-        segments = _segments(own) if view.segments else []
-        version = own[0][2] if len(own) == 1 else sum([row[2] for row in own])
+        if len(own) == 1:
+            _, stored_segments, version = own[0]
+            segments = _segments(own) if stored_segments and view.segments else []
+        else:
+            segments = _segments(own) if view.segments else []
+            version = sum([row[2] for row in own])
         if isinstance(passed_on, bytes):
             read.append(Read(ids[0], [], segments, version, "", passed_on))
             continue
@@ -140,9 +144,13 @@ def _passed_on(
     """The packs of all people of whom one stored profile can be passed on as it lies; None for the others."""
     found: list[list[Pack] | bytes | None] = [None] * len(entries)
     by_wish: dict[tuple[frozenset[int], bool], list[int]] = {}
+    last: View | None = None
+    alike: list[int] = []
     for index, (ids, view) in enumerate(entries):
         if len(ids) == 1 and rows[index] and view.counters and not view.at_now:
-            by_wish.setdefault((view.counters, view.written), []).append(index)
+            if view is not last:  # the people of one request share their view
+                last, alike = view, by_wish.setdefault((view.counters, view.written), [])
+            alike.append(index)
     for (wanted, written), places in by_wish.items():
         passed_on = _written if written else _packs
         for index, packs in zip(

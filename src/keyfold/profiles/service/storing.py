@@ -48,12 +48,7 @@ def behind(profile: ProfileKey) -> sa.ColumnElement[bool]:
 def loaded(tx: Transaction, keys: Sequence[ProfileKey]) -> dict[ProfileKey, Stored]:
     """The rows for writing. SQLite has one writer, who holds the whole file; elsewhere the rows are locked in order."""
     found = (load if tx.is_sqlite else locking_load)(tx, PROFILES, keys_of(keys), COLUMNS)
-    return {key: _stored(row) if (row := found.get(key)) else Stored() for key in keys}
-
-
-def _stored(row: tuple[Any, ...]) -> Stored:
-    version, public_version, body, segments, *rest = row
-    return Stored(version, public_version, bytes(body), bytes(segments), *rest)
+    return {key: Stored(*row) if (row := found.get(key)) else Stored() for key in keys}
 
 
 def raise_versions(tx: Transaction, stored: Mapping[ProfileKey, Stored], public: Sequence[ProfileKey]) -> None:
@@ -70,8 +65,9 @@ def save(tx: Transaction, changed: Mapping[ProfileKey, Stored], columns: Sequenc
 
     `columns` are those that may have changed: a row that is there is left alone in the others.
     """
-    known = {key: changed[key] for key in sorted(changed) if changed[key].version}
-    fresh = {key: changed[key] for key in sorted(changed) if not changed[key].version}
+    in_order = sorted(changed)
+    known = {key: row for key in in_order if (row := changed[key]).version}
+    fresh = {key: row for key in in_order if not (row := changed[key]).version}
     if known:
         update(tx, PROFILES, _columns(known, columns))
     if fresh:
