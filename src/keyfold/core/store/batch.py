@@ -6,7 +6,6 @@ writers on PostgreSQL), aggregating keeps one key from standing twice in a state
 
 import itertools
 import operator
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -18,8 +17,6 @@ from sqlalchemy.dialects import postgresql
 from keyfold.core.errors import DataRefused
 from keyfold.core.store.schema import SIGN_BIT, UInt64
 from keyfold.core.store.store import Transaction
-
-_AWKWARD = re.compile(r'["\\]')  # in text, what an array has to escape
 
 Columns = Mapping[str, Sequence[Any]]
 Row = tuple[Any, ...]
@@ -48,12 +45,11 @@ def aggregated(columns: Columns, key: Sequence[str], folds: Mapping[str, Fold]) 
         else:
             for index, value in enumerate(values):
                 before[index] = fold[index](before[index], value)
-    names = (*key, *rest)
-    if not by_key:
-        return {name: [] for name in names}
-    ordered = sorted(by_key.items(), key=operator.itemgetter(0))
-    rows = [(*row_key, *values) for row_key, values in ordered]
-    return {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+    ordered = sorted(by_key)
+    result: dict[str, list[Any]] = {name: [row_key[index] for row_key in ordered] for index, name in enumerate(key)}
+    for index, name in enumerate(rest):
+        result[name] = [by_key[row_key][index] for row_key in ordered]
+    return result
 
 
 def in_key_order(columns: Columns, key: Sequence[str]) -> dict[str, list[Any]]:
@@ -198,17 +194,13 @@ def _plain(kind: sa.types.TypeEngine[Any]) -> sa.types.TypeEngine[Any]:
 def _array_text(kind: sa.types.TypeEngine[Any], values: Sequence[Any]) -> str:
     """An array as PostgreSQL reads it: half the cost of what the driver makes of a list, item by item."""
     if isinstance(kind, sa.Text):
-        if None not in values and not _AWKWARD.search("".join(values)):
-            return '{"' + '","'.join(values) + '"}'
         items = [
             "NULL" if value is None else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"' for value in values
         ]
     elif isinstance(kind, sa.LargeBinary):
         items = ["NULL" if value is None else f'"\\\\x{value.hex()}"' for value in values]
-    elif None in values:
-        items = ["NULL" if value is None else str(value) for value in values]
     else:
-        items = list(map(str, values))
+        items = ["NULL" if value is None else str(value) for value in values]
     return "{" + ",".join(items) + "}"
 
 
