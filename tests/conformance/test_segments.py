@@ -18,6 +18,8 @@ from keyfold.segments.difference import SnapshotWrong
 from keyfold.segments.service import describing, queueing, reading
 from keyfold.segments.service.uploading import Uploads
 from tests.segments import Segments, opened
+from tests.servers.java import find_java
+from tests.servers.process import ServerUnavailable
 
 ENDS = [0, 1, 2**63 - 1, 2**63, 2**64 - 1]
 
@@ -514,6 +516,35 @@ def test_a_condition_that_cannot_be_evaluated_says_so(tmp_path: Path, condition:
         product.store.transact(lambda tx: queueing.want_evaluation(tx, "fans"))
         assert product.evaluator.step("w")
         assert product.row("fans").stage == "failed"
+
+
+@pytest.mark.spec("SEG-10")
+def test_spark_evaluates_to_the_same_snapshot_as_duckdb(tmp_path: Path) -> None:
+    try:
+        find_java()
+    except ServerUnavailable as error:
+        pytest.skip(f"Spark needs Java: {error}")
+    people = tmp_path / "people.parquet"
+    users = [2**64 - 1, 7, 2**63, 7, 0, 12]
+    rows = {
+        "user_id": pa.array(users, pa.uint64()),
+        "name": ["é", "b", "ab", "b", "a", "𝄞"],
+        "visits": [5, 9, 1, 8, 0, 7],
+    }
+    pq.write_table(pa.table(rows), people)
+    tables = {"people": {"url": str(people)}, "names": {"url": str(people), "user_id": "name"}}
+    found: dict[str, list[set[str]]] = {}
+    for engine in ("duckdb", "spark"):
+        url, folder = f"sqlite:///{tmp_path / engine}.db", tmp_path / engine
+        with opened(url, folder, tables=tables, engine=engine) as product:
+            for table in tables:
+                product.create(table, source_table=table, condition="visits % 2 = 1 OR length(name) = 2")
+                product.evaluator.evaluate(table, "w")
+            product.tick_all()
+            found[engine] = [{user for user, names in product.names(*users).items() if names}]
+            found[engine].append({user for user, (_, entries) in product.stored().items() if ("names", 1) in entries})
+    assert found["spark"] == found["duckdb"]
+    assert found["spark"] == [{str(2**64 - 1), "7", str(2**63), "12"}, {"é", "b", "ab", "𝄞"}]
 
 
 @pytest.mark.spec("SEG-02")
