@@ -3,6 +3,7 @@
 import zlib
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import msgspec
@@ -247,7 +248,9 @@ def settled(
     for each in held:
         waiting.add(each)
     result = Settled([], [], [])
-    latest = _release(result.released, waiting, public_time, expired_before)
+    latest = public_time
+    if waiting.any_free(latest):
+        latest = _release(result.released, waiting, latest, expired_before)
     for step in steps:
         if isinstance(step, Held):
             waiting.add(step)
@@ -283,6 +286,16 @@ class _Waiting:
 
     def any_near(self, time: int) -> bool:
         return any(self._is_near(times, time) for times in self._times.values())
+
+    def any_free(self, latest: int | None) -> bool:
+        """Whether anything has another source: where two owners are near each other, two neighbours in time are."""
+        if latest is not None and self.any_near(latest):
+            return True
+        in_order = sorted(self.held, key=lambda each: each.time)
+        return any(
+            one.owner != after.owner and after.time - one.time < self._merge_seconds
+            for one, after in pairwise(in_order)
+        )
 
     def take_free(self, latest: int | None) -> list[Held]:
         """Take out everything that has another source."""
