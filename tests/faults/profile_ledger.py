@@ -150,21 +150,24 @@ class Book:
         now = now_us // 1_000_000
         public: dict[str, list[tuple[int, int, float, int]]] = defaultdict(list)
         latest: dict[Place, int] = {}
+        touched: set[Place] = set()
         for fields in events:
             profile, time = str(fields["profile_id"]), fields["time"]
             for number, (counter, key, value, owner) in enumerate(updates_of(fields)):
                 place = (profile, key)
-                if place not in latest and (stands := self._public_time(place, now)) is not None:
-                    latest[place] = stands
-                one: Waiting | None = None
+                if place not in touched:
+                    touched.add(place)
+                    if (stands := self._public_time(place, now)) is not None:
+                        latest[place] = stands
+                    public[profile] += self._freed(place, latest, now_us)
                 if owner is None:
                     public[profile].append((counter, key, value, time))
                     self._move(latest, place, time, now)
                 else:
-                    one = Waiting(counter, value, time, owner, fields["event_id"], number, now_us)
-                    self._waiting[place].append(one)
-                for freed in self._freed(place, latest, now_us, one):
-                    public[profile].append((freed.counter, key, freed.value, freed.time))
+                    self._waiting[place].append(
+                        Waiting(counter, value, time, owner, fields["event_id"], number, now_us)
+                    )
+                public[profile] += self._freed(place, latest, now_us)
         for profile, updates in public.items():
             reference = self._profiles.setdefault(profile, Reference(self._catalog, TYPE))
             before = reference.read(0)
@@ -174,22 +177,15 @@ class Book:
             if reference.refused:
                 self.broken.append(f"C1: {profile} counts {reference.refused}, which leaves 64 bits")
 
-    def _freed(self, place: Place, latest: dict[Place, int], now_us: int, new: Waiting | None) -> list[Waiting]:
-        """Take out what a second source confirms, and what that confirms in turn.
-
-        It begins with what is new: of two that wait, one past its period, a clock that goes back makes no pair.
-        """
-        freed: list[Waiting] = []
-        if new is not None and not self._is_confirmed(
-            new, self._alive(self._waiting[place], now_us), latest.get(place)
-        ):
-            return freed
+    def _freed(self, place: Place, latest: dict[Place, int], now_us: int) -> list[tuple[int, int, float, int]]:
+        """Take out what a second source confirms, and what that confirms in turn; returns the updates."""
+        freed: list[tuple[int, int, float, int]] = []
         while True:
             here = self._alive(self._waiting[place], now_us)
             free = [each for each in here if self._is_confirmed(each, here, latest.get(place))]
             if not free:
                 return freed
-            freed += free
+            freed += [(each.counter, place[1], each.value, each.time) for each in free]
             self._waiting[place] = [each for each in self._waiting[place] if each not in free]
             for each in sorted(free, key=lambda one: -one.time):
                 self._move(latest, place, each.time, now_us // 1_000_000)

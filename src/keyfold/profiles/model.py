@@ -3,6 +3,7 @@
 import zlib
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import msgspec
@@ -242,13 +243,17 @@ def settled(
 ) -> Settled:
     """What a sequence of updates of one key releases: an int is the time of a public update, a Held is an owned one.
 
-    Step by step, as if each came alone: so it does not matter how events were gathered into batches.
+    Step by step, as if each came alone: so it does not matter how events were gathered into batches. First of all,
+    what waits is settled by itself: a source may be there that was not when it came, because the clock went back into
+    the period of one, or a setting was changed. From then on only what is near a step can be released by it.
     """
     waiting = _Waiting(merge_seconds)
     for each in held:
         waiting.add(each)
     result = Settled([], [], [])
     latest = public_time
+    if waiting.any_free(latest):
+        latest = _release(result.released, waiting, latest, expired_before)
     for step in steps:
         if isinstance(step, Held):
             waiting.add(step)
@@ -256,10 +261,8 @@ def settled(
         else:
             latest = _moved(latest, step, expired_before)
             may_release = latest is not None and waiting.any_near(latest)
-        while may_release and (free := waiting.take_free(latest)):
-            result.released += free
-            for each in sorted(free, key=lambda one: -one.time):
-                latest = _moved(latest, each.time, expired_before)
+        if may_release:
+            latest = _release(result.released, waiting, latest, expired_before)
         if count_max is not None and len(waiting.held) > count_max:
             result.pushed_out.append(waiting.take_smallest())
     result.waiting = waiting.held
@@ -287,6 +290,16 @@ class _Waiting:
     def any_near(self, time: int) -> bool:
         return any(self._is_near(times, time) for times in self._times.values())
 
+    def any_free(self, latest: int | None) -> bool:
+        """Whether anything has another source: where two owners are near each other, two neighbours in time are."""
+        if latest is not None and self.any_near(latest):
+            return True
+        in_order = sorted(self.held, key=lambda each: each.time)
+        return any(
+            one.owner != after.owner and after.time - one.time < self._merge_seconds
+            for one, after in pairwise(in_order)
+        )
+
     def take_free(self, latest: int | None) -> list[Held]:
         """Take out everything that has another source."""
         free = [each for each in self.held if self.has_source(each, latest)]
@@ -310,6 +323,15 @@ class _Waiting:
             del times[bisect_left(times, each.time)]
             if not times:
                 del self._times[each.owner]
+
+
+def _release(released: list[Held], waiting: _Waiting, latest: int | None, expired_before: int | None) -> int | None:
+    """Move what has another source to what is released, and what that confirms in turn; returns the public time."""
+    while free := waiting.take_free(latest):
+        released += free
+        for each in sorted(free, key=lambda one: -one.time):
+            latest = _moved(latest, each.time, expired_before)
+    return latest
 
 
 def released_by_merge(held: Sequence[Sequence[Held]], merge_seconds: int) -> list[Held]:

@@ -1,5 +1,6 @@
 """What holds an owned update back and what releases it, against the sentence of the specification."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -27,13 +28,16 @@ def as_steps(given_steps: list[int | tuple[int, int]]) -> list[Held | int]:
     ]
 
 
-def one_by_one(steps: list[Held | int]) -> tuple[set[str], set[str]]:
-    """The slow reference: after every step, look at every pair, all over again."""
-    public: int | None = None
-    waiting: dict[str, Held] = {}
+def one_by_one(
+    steps: list[Held | int], held: Sequence[Held] = (), public: int | None = None
+) -> tuple[set[str], set[str]]:
+    """The slow reference: at the beginning and after every step, look at every pair, all over again."""
+    waiting = {each.event_id: each for each in held}
     released: set[str] = set()
-    for step in steps:
-        if isinstance(step, int):
+    for step in (None, *steps):
+        if step is None:
+            pass
+        elif isinstance(step, int):
             public = step if public is None else max(public, step)
         else:
             waiting[step.event_id] = step
@@ -68,6 +72,21 @@ def test_updates_are_released_as_the_reference_says_however_they_are_gathered(
     times = [step for step in steps[:cut] if isinstance(step, int)] + [each.time for each in first.released]
     second = settled(first.waiting, max(times, default=None), steps[cut:], merge_seconds=MERGE, expired_before=None)
     assert {each.event_id for each in (*first.released, *second.released)} == released
+
+
+@pytest.mark.spec("PRO-04")
+@settings(max_examples=300, deadline=None)
+@given(given_steps=STEPS, waiting_before=st.integers(0, 10), public=st.none() | st.integers(1, 600))
+def test_what_waits_is_settled_whatever_it_has_come_to_beside_each_other(
+    given_steps: list[int | tuple[int, int]], waiting_before: int, public: int | None
+) -> None:
+    """A clock that goes back, or a longer period, gives a source to what had none when it came."""
+    steps = as_steps(given_steps)
+    held = [step for step in steps[:waiting_before] if isinstance(step, Held)]
+    released, waiting = one_by_one(steps[waiting_before:], held, public)
+    found = settled(held, public, steps[waiting_before:], merge_seconds=MERGE)
+    assert {each.event_id for each in found.released} == released
+    assert {each.event_id for each in found.waiting} == waiting
 
 
 @pytest.mark.spec("PRO-04")

@@ -105,16 +105,17 @@ def settlement(
     held: Mapping[Place, list[Held]],
     now_us: int,
 ) -> Settlement:
-    """Settle every key that an owned update of this batch touches, or where one waits."""
+    """Settle every key of this batch that has an owned update, or where one waits.
+
+    Where one waits at a key of refused events only, nothing is settled: they have no effect.
+    """
     now = now_us // 1_000_000
-    steps: dict[Place, list[Held | int]] = {place: [] for place in held}
-    for row in rows:
-        if row.owner:
-            steps.setdefault((*row.profile, product.delayed[row.counter.id].id, row.key), [])
+    owned = {(*row.profile, product.delayed[row.counter.id].id, row.key) for row in rows if row.owner}
+    steps: dict[Place, list[Held | int]] = {}
     for row in rows:
         group = product.delayed.get(row.counter.id)
-        if group is not None and (here := steps.get((*row.profile, group.id, row.key))) is not None:
-            here.append(_as_held(row, now_us) if row.owner else row.time)
+        if group is not None and ((place := (*row.profile, group.id, row.key)) in owned or place in held):
+            steps.setdefault(place, []).append(_as_held(row, now_us) if row.owner else row.time)
     result = Settlement([], [], [], 0, {})
     readers: dict[ProfileKey, Counters] = {}
     for place, taken in steps.items():
