@@ -2,7 +2,7 @@
 
 import sqlalchemy as sa
 
-from keyfold.core.store.schema import EVERYWHERE, BinaryText, Int32, Int64, Real64, Text, table
+from keyfold.core.store.schema import EVERYWHERE, Int32, Int64, Real64, Text, table
 
 SEGMENTS = table(
     "segments",
@@ -53,7 +53,7 @@ SEGMENT_SNAPSHOTS = table(
 # The set of a user, as model.py writes it. An emptied row stays: its version must go on growing.
 USER_SEGMENTS = table(
     "user_segments",
-    sa.Column("user_id", BinaryText, primary_key=True),
+    sa.Column("user_id", Text, primary_key=True),
     sa.Column("version", Int64, nullable=False),
     sa.Column("segments", Text, nullable=False),
     sa.Column("departures", Text, nullable=False),

@@ -3,7 +3,7 @@
 import sqlalchemy as sa
 from alembic import op
 
-from keyfold.core.store.schema import BinaryText, Int32, Int64, Real64, Text
+from keyfold.core.store.schema import Int32, Int64, Real64, Text
 
 revision = "0003"
 down_revision = "0002"
@@ -54,7 +54,7 @@ def upgrade() -> None:
     )
     op.create_table(
         "user_segments",
-        sa.Column("user_id", BinaryText, primary_key=True),
+        sa.Column("user_id", Text, primary_key=True),
         sa.Column("version", Int64, nullable=False),
         sa.Column("segments", Text, nullable=False),
         sa.Column("departures", Text, nullable=False),
