@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -11,7 +11,7 @@ from keyfold.core.errors import Conflict, NotFound, TooLarge
 from keyfold.core.gather import Ask, Operation, Outcome
 from keyfold.core.route import Route
 from keyfold.core.store import Transaction
-from keyfold.segments.model import Entry, SegmentId, Stage, UserId
+from keyfold.segments.model import Entry, SegmentId, UserId
 from keyfold.segments.service import acting, describing, evaluating, queueing, reading, sweeping
 from keyfold.segments.service.describing import Segment, SegmentShown
 from keyfold.segments.service.queueing import Queued, QueueFigures
@@ -25,6 +25,9 @@ from keyfold.segments.settings import SegmentsSettings
 KIND = "segment"
 EVERY = "*"
 Number64 = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": 2**64 - 1})]
+
+
+AnyStage = Literal["any", "evaluation", "awaiting_diff", "diffing", "held", "done", "failed"]
 
 
 class CreateBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,14 +58,14 @@ class UserPath(Struct, frozen=True):
 
 
 class ListQuery(Struct, frozen=True, forbid_unknown_fields=True):
-    stage: Stage | None = None
+    stage: AnyStage = "any"
     after: Annotated[str, Meta(max_length=100)] = ""
     limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
     stuck: bool = False
 
 
 class HistoryQuery(Struct, frozen=True, forbid_unknown_fields=True):
-    before: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
+    before: Annotated[int, Meta(ge=1, le=2**63 - 1, description="only versions below this")] = 2**63 - 1
     limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
 
 
@@ -257,7 +260,7 @@ class Doors:
         def look(tx: Transaction) -> SegmentsAnswer:
             names = describing.listed(
                 tx,
-                stage=query.stage,
+                stage=None if query.stage == "any" else query.stage,
                 only=only,
                 after=query.after,
                 count_max=query.limit,
