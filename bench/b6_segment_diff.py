@@ -111,14 +111,14 @@ def by_comm(pair: Pair) -> int:
 
 
 def peak_megabytes(folder: Path) -> float:
-    """Of a process of its own that does both passes."""
+    """Of a process of its own that does both passes. (`ru_maxrss` would begin with what its parent had.)"""
     code = (
-        "import resource, sys; from pathlib import Path; from bench.b6_segment_diff import Pair, both_passes;"
+        "import sys; from pathlib import Path; from bench.b6_segment_diff import Pair, both_passes;"
         "pair = Pair.__new__(Pair); pair.folder = Path(sys.argv[1]); both_passes(pair);"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
+        "print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1])"
     )
     ran = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
-    return float(ran.stdout)
+    return float(ran.stdout) / 1024
 
 
 def races(quick: bool) -> Iterator[Race]:
