@@ -1,4 +1,4 @@
-"""The tutorial is true: every command in it runs, and prints what it says."""
+"""The tutorial and the pages are true: every command in them runs, and prints what they say."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
+DOCS = Path(__file__).parents[2] / "docs"
 MARK = "=== next command ==="
 
 
@@ -29,8 +29,9 @@ def matches(promised: str, printed: str) -> bool:
 
 
 @pytest.mark.spec("CORE-15", "CORE-19", "CORE-20", "CORE-22")
-def test_every_command_of_the_tutorial_prints_what_it_promises(tmp_path: Path) -> None:
-    steps = commands(TUTORIAL.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("page", ["tutorial.md", "segments.md"])
+def test_every_command_of_a_page_prints_what_it_promises(page: str, tmp_path: Path) -> None:
+    steps = commands((DOCS / page).read_text(encoding="utf-8"))
     script = "\n".join(f"echo '{MARK}'\n{command}" for command, _ in steps)
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment = {name: value for name, value in environment.items() if not name.startswith("KEYFOLD_")}
