@@ -16,6 +16,7 @@ from keyfold.core.clock import ManualClock
 from keyfold.core.errors import BadInput, Conflict, NotFound, TicketRefused
 from keyfold.segments.difference import SnapshotWrong
 from keyfold.segments.service import describing, queueing, reading
+from keyfold.segments.service.sources import must_be_condition
 from keyfold.segments.service.uploading import Uploads
 from tests.segments import Segments, opened
 
@@ -570,3 +571,60 @@ def _fill(database: Path, rows: list[tuple[str, int, int]]) -> None:
     with duckdb.connect(str(database)) as connection:
         connection.execute("CREATE TABLE IF NOT EXISTS kept (segment TEXT, evaluation BIGINT, user_id BIGINT)")
         connection.executemany("INSERT INTO kept VALUES (?, ?, ?)", rows)
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "pg_read_file('/etc/passwd') = ''",
+        "query_to_xml('SELECT * FROM secrets', true, true, '') IS NULL",
+        "java_method('java.lang.System', 'exit', 1) = ''",
+        "\"read_text\"('/etc/passwd') = ''",
+        "main.\"getenv\" /* */ ('HOME') = ''",
+        "'/etc/passwd'.read_text() = ''",
+        "read_csv('/etc/passwd') IS NULL",
+        "current_setting('temp_directory') = ''",
+        "sleep_ms(100000) IS NULL",
+        "sum(visits) > 4",
+        "true) OFFSET 3 --",
+        "true) USING SAMPLE 1 --",
+        "(" * 3_000 + "true" + ")" * 3_000,
+    ],
+)
+def test_a_condition_calls_only_what_is_known_to_look_at_its_arguments_alone(condition: str) -> None:
+    with pytest.raises(BadInput, match=r"may not call|more than one|nested too deeply"):
+        must_be_condition(condition)
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "visits IN (1, 2) AND (city = 'Riga' OR lower(city) LIKE 'r%')",
+        "CAST(visits AS DECIMAL(10, 2)) > 1 AND visits::VARCHAR(5) <> ''",
+        "CASE WHEN (visits > 1) THEN (city) ELSE ('') END = 'Riga'",
+        "seen > now() - INTERVAL (3) DAY AND date_diff('day', seen, current_date) < 4",
+        "list_contains(tags, 'a') OR len(list_filter(tags, lambda tag: tag > 'b')) > 1",
+        "coalesce(visits, 0) BETWEEN (1) AND (5) AND NOT (visits IS NULL)",
+        "regexp_matches(city, '^R') AND extract(year FROM seen) = 2026 AND substring(city, 1, 2) = 'Ri'",
+    ],
+)
+def test_a_condition_may_call_functions_of_values(condition: str) -> None:
+    must_be_condition(condition)
+
+
+@pytest.mark.spec("SEG-10", "SEG-02")
+@pytest.mark.parametrize("columns", [{}, {"segment_id": "s", "version": "v"}])
+def test_negative_numbers_of_a_signed_column_are_the_upper_half_of_the_ids(
+    store_url: str, tmp_path: Path, columns: dict[str, str]
+) -> None:
+    people = tmp_path / "people.parquet"
+    ids = [-1, 5, -(2**63), 0, 2**63 - 1]
+    pq.write_table(pa.table({"s": ["fans"] * 5, "v": [1] * 5, "user_id": pa.array(ids, pa.int64())}), people)
+    tables = {"people": {"url": str(people), **columns}}
+    with opened(store_url, tmp_path / "snapshots", tables=tables, chunk_users_max=2) as product:
+        product.create("fans", source_table="people", condition="" if columns else "true")
+        product.evaluator.evaluate("fans", "w")
+        product.tick_all()
+        assert set(product.stored()) == {"5", *map(str, (0, 2**63 - 1, 2**63, 2**64 - 1))}
+        assert product.why(2**64 - 1, "fans").in_snapshot
+        assert [product.why(user, "fans").in_snapshot for user in ("05", "²", "-1", "9" * 30)] == [False] * 4

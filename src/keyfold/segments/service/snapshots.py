@@ -24,7 +24,7 @@ from keyfold.core.store import Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import insert, load
 from keyfold.core.tables import TOPICS
-from keyfold.segments.difference import IdType, Keys, SnapshotWrong, as_key, checked, id_type_of
+from keyfold.segments.difference import IdType, Keys, SnapshotWrong, as_key, checked, id_type_of, is_number
 from keyfold.segments.service import sources
 from keyfold.segments.service.queueing import Queued
 from keyfold.segments.settings import SegmentsSettings
@@ -120,7 +120,7 @@ class Reading:
             last = keys[-1]
             if in_place:
                 self._rows += len(keys)
-                self._crc = zlib.crc32(keys.tobytes(), self._crc)
+                self._crc = zlib.crc32(_bytes_of(keys), self._crc)
             yield keys
 
     def fingerprint(self) -> str:
@@ -278,13 +278,13 @@ def as_key_like(user_id: str, keys: Keys) -> Any:
     """A user id as these ids are compared; None where it cannot be among them."""
     if id_type_of(keys) == "text":
         return user_id.encode()
-    return np.uint64(int(user_id)) if user_id.isascii() and user_id.isdigit() and int(user_id) < 2**64 else None
+    return np.uint64(int(user_id)) if is_number(user_id) else None
 
 
 def _comparable(user_id: str, kind: IdType, name: str) -> Any:
     if kind == "text":
         return user_id.encode()
-    if not user_id.isdigit():
+    if not is_number(user_id):
         raise SnapshotWrong(f"{name} has number ids, the diff was begun with {user_id!r}")
     return int(user_id)
 
@@ -300,7 +300,7 @@ def _may_hold(file: Any, group: int, low: Any, only: str | None, kind: IdType) -
     elif least < 0 or most < 0:  # signed in the file; the ids themselves are compared as unsigned
         return True
     if only is not None:
-        if kind == "number" and not only.isdigit():
+        if kind == "number" and not is_number(only):
             return False
         wanted: Any = int(only) if kind == "number" else only.encode()
         return bool(least <= wanted <= most)
@@ -309,6 +309,11 @@ def _may_hold(file: Any, group: int, low: Any, only: str | None, kind: IdType) -
 
 def _is_text(kind: Any) -> bool:
     return str(kind).endswith("string")
+
+
+def _bytes_of(keys: Keys) -> bytes:
+    """The same of the same ids, however they were cut into arrays: the width of text is that of the longest in one."""
+    return keys.tobytes() if id_type_of(keys) == "number" else b"\0".join([*keys.tolist(), b""])
 
 
 def _age(folder: Path) -> float:
