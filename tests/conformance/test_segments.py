@@ -13,9 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from keyfold.core.clock import ManualClock
-from keyfold.core.errors import BadInput, Conflict, NotFound, TicketRefused
+from keyfold.core.errors import BadInput, Conflict, LeaseLost, NotFound, StoreBusy, TicketRefused
+from keyfold.core.leases.holding import Holding
 from keyfold.segments.difference import SnapshotWrong
-from keyfold.segments.service import describing, queueing, reading
+from keyfold.segments.service import describing, evaluating, queueing, reading, ticking
 from keyfold.segments.service.sources import must_be_condition
 from keyfold.segments.service.uploading import Uploads
 from tests.segments import Segments, opened
@@ -571,6 +572,143 @@ def _fill(database: Path, rows: list[tuple[str, int, int]]) -> None:
     with duckdb.connect(str(database)) as connection:
         connection.execute("CREATE TABLE IF NOT EXISTS kept (segment TEXT, evaluation BIGINT, user_id BIGINT)")
         connection.executemany("INSERT INTO kept VALUES (?, ?, ?)", rows)
+
+
+@pytest.mark.spec("SEG-02", "SEG-03")
+@pytest.mark.parametrize(
+    "change", ["DELETE FROM kept WHERE evaluation = 3", "UPDATE kept SET user_id = 2 WHERE user_id = 1"]
+)
+def test_a_table_that_has_lost_what_was_applied_stops_the_next_diff(
+    store_url: str, tmp_path: Path, change: str
+) -> None:
+    """Whoever was only in the old rows would otherwise stay in the segment for ever."""
+    import duckdb
+
+    database = tmp_path / "warehouse.ddb"
+    _fill(database, [("fans", 3, user) for user in (1, 5, 9)])
+    tables = {"kept": {"url": f"duckdb://{database}", "name": "kept", "segment_id": "segment", "version": "evaluation"}}
+    with opened(store_url, tmp_path / "snapshots", tables=tables) as product:
+        product.create("fans", source_table="kept")
+        product.evaluator.evaluate("fans", "w")
+        product.tick_all()
+        with duckdb.connect(str(database)) as connection:
+            connection.execute(change)
+        _fill(database, [("fans", 4, user) for user in (5, 9)])
+        product.evaluator.evaluate("fans", "w")
+        product.tick_all()
+        row = product.row("fans")
+        assert (row.stage, row.diff_version) == ("failed", 3)
+        assert "that were applied" in row.reason
+        product.act("retry", "fans")
+        product.tick_all()
+        assert product.row("fans").stage == "failed"
+        product.act("off", "fans")
+        product.act("on", "fans")
+        _fill(database, [("fans", 5, user) for user in (5, 9)])
+        product.evaluator.step("w")
+        product.tick_all()
+        product.sweep()
+        assert product.names(1, 5, 9) == {"1": [], "5": ["fans"], "9": ["fans"]}
+
+
+@pytest.mark.spec("SEG-02")
+def test_text_ids_of_a_table_have_one_checksum_however_they_are_cut(tmp_path: Path) -> None:
+    people = tmp_path / "kept.parquet"
+    users = ["a", "b", "c" * 20, *(f"d{number}" for number in range(40))]
+    pq.write_table(pa.table({"s": ["fans"] * 43, "v": [1] * 43, "user_id": users}), people)
+    tables = {"kept": {"url": str(people), "segment_id": "s", "version": "v"}}
+    found = set()
+    for batch_rows in (16, 20, 100):
+        with opened(
+            f"sqlite:///{tmp_path / str(batch_rows)}.db", tmp_path / "snapshots", tables=tables, batch_rows=batch_rows
+        ) as product:
+            product.create("fans", source_table="kept")
+            product.evaluator.evaluate("fans", "w")
+            product.tick_all()
+            checked = product.row("fans").checked
+            assert checked is not None
+            found.add(checked.new)
+    assert len(found) == 1
+
+
+@pytest.mark.spec("SEG-01", "SEG-10")
+def test_an_evaluation_that_finds_nothing_new_leaves_no_diff_behind(store_url: str, tmp_path: Path) -> None:
+    """A version whose diff has failed is diffed again, not taken for done."""
+    database = tmp_path / "warehouse.ddb"
+    _fill(database, [("fans", 1, user) for user in (1, 5, 9)])
+    tables = {"kept": {"url": f"duckdb://{database}", "name": "kept", "segment_id": "segment", "version": "evaluation"}}
+    with opened(store_url, tmp_path / "snapshots", tables=tables) as product:
+        product.create("fans", source_table="kept")
+        product.evaluator.evaluate("fans", "w")
+        product.tick_all()
+        _fill(database, [("fans", 2, user) for user in (5, 5, 9)])
+        product.evaluator.evaluate("fans", "w")
+        product.tick_all()
+        assert product.row("fans").stage == "failed"
+        product.store.transact(lambda tx: evaluating.want(tx, "fans"))
+        product.evaluator.step("w")
+        assert product.row("fans").stage == "awaiting_diff"
+
+
+@pytest.mark.spec("SEG-10")
+def test_an_evaluation_that_cannot_be_done_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+    people = tmp_path / "people.parquet"
+    pq.write_table(pa.table({"user_id": [1, 2]}), people)
+    tables = {"odd": {"url": str(people), "segment_id": "no column", "version": "none"}, "people": {"url": str(people)}}
+    with opened(f"sqlite:///{tmp_path / 'k.db'}", tmp_path / "snapshots", tables=tables) as product:
+        product.create("bad", source_table="odd")
+        product.create("good", source_table="people", condition="true")
+        for name in ("bad", "good"):
+            product.store.transact(lambda tx, name=name: evaluating.want(tx, name))  # type: ignore[misc]
+        while product.evaluator.step("w"):
+            pass
+        assert product.row("bad").stage == "failed"
+        assert "no column" in product.row("bad").reason
+        assert product.row("good").stage == "awaiting_diff"
+
+
+@pytest.mark.spec("SEG-10")
+def test_a_worker_that_loses_its_lease_does_not_fail_the_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    people = tmp_path / "people.parquet"
+    pq.write_table(pa.table({"user_id": [1, 2]}), people)
+    tables = {"people": {"url": str(people)}}
+    with opened(f"sqlite:///{tmp_path / 'k.db'}", tmp_path / "snapshots", tables=tables) as product:
+        product.create("fans", source_table="people", condition="true")
+        product.store.transact(lambda tx: evaluating.want(tx, "fans"))
+
+        def lost(holding: Holding) -> None:
+            raise LeaseLost("the lease has passed")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Holding, "must_be_held", lost)
+            with pytest.raises(LeaseLost):
+                product.evaluator.step("w")
+        row = product.row("fans")
+        assert (row.stage, row.is_evaluation_wanted) == ("evaluation", 1)
+        assert product.evaluator.step("w")
+        assert product.evaluator.evaluate("fans", "w", only_if_wanted=True) is None
+
+
+@pytest.mark.spec("SEG-13")
+def test_a_diff_that_every_worker_takes_up_and_none_moves_is_shown_as_stuck(
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ManualClock()
+
+    def busy(*_: object) -> None:
+        raise StoreBusy("the transaction ran too long")
+
+    monkeypatch.setattr(ticking, "apply_chunk", busy)
+    with opened(store_url, tmp_path / "snapshots", clock=clock, stuck_seconds=100) as product:
+        product.create("a")
+        product.upload("a", [1, 2])
+        for _ in range(5):
+            with pytest.raises(StoreBusy):
+                product.tick()
+            clock.advance(60)
+        assert product.store.read(lambda tx: queueing.figures(tx, 100)).stuck == ["a"]
 
 
 @pytest.mark.parametrize(
