@@ -1,8 +1,11 @@
 """Segments on every store: the queue, ticks, guards, turning off, sweeps, and what is told of a user."""
 
+import errno
+import os
 import random
 import shutil
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from keyfold.core.clock import ManualClock
-from keyfold.core.errors import BadInput, Conflict, LeaseLost, NotFound, StoreBusy, TicketRefused
+from keyfold.core.errors import BadInput, Conflict, LeaseLost, NotFound, StoreBusy, TicketRefused, Unavailable
 from keyfold.core.leases.holding import Holding
 from keyfold.segments.difference import SnapshotWrong
-from keyfold.segments.service import describing, evaluating, queueing, reading, ticking
+from keyfold.segments.model import SegmentId
+from keyfold.segments.service import describing, evaluating, queueing, reading, ticking, uploading
 from keyfold.segments.service.sources import must_be_condition
 from keyfold.segments.service.uploading import Uploads
 from tests.segments import Segments, opened
@@ -120,8 +124,8 @@ def test_snapshots_that_no_diff_will_read_are_deleted(segments: Segments) -> Non
         lambda tx: tx.driver("SELECT evaluation_version FROM segment_snapshots").scalars().all()
     )
     assert known == [4]
-    assert segments.store.read(lambda tx: segments.snapshots.collect(tx, older_seconds=3600)) == 0
-    assert segments.store.read(lambda tx: segments.snapshots.collect(tx, older_seconds=-1, unfinished_seconds=-1)) == 3
+    assert segments.snapshots.collect(segments.store, older_seconds=3600) == 0
+    assert segments.snapshots.collect(segments.store, older_seconds=-1, unfinished_seconds=-1) == 3
     assert segments.why(3, "sports").in_snapshot
 
 
@@ -766,3 +770,109 @@ def test_negative_numbers_of_a_signed_column_are_the_upper_half_of_the_ids(
         assert set(product.stored()) == {"5", *map(str, (0, 2**63 - 1, 2**63, 2**64 - 1))}
         assert product.why(2**64 - 1, "fans").in_snapshot
         assert [product.why(user, "fans").in_snapshot for user in ("05", "²", "-1", "9" * 30)] == [False] * 4
+
+
+@pytest.mark.parametrize("segment_id", ["fans\n", "fans\nothers", "\nfans", "fans:1", "../fans", ".", ""])
+def test_an_id_that_would_tear_sets_or_paths_apart_is_refused(segment_id: str) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(segment_id, SegmentId)
+
+
+@pytest.mark.spec("SEG-10")
+def test_an_upload_that_took_long_is_not_deleted_before_it_is_named(
+    segments: Segments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments.create("a")
+    uploads = Uploads(segments.store, segments.snapshots)
+    upload_id = uploads.begin("a")
+    uploads.put("a", upload_id, 1, [1, 2])
+    folder = segments.snapshots.root / "a" / f"{upload_id}.writing"
+    for each in (*folder.iterdir(), folder):
+        os.utime(each, (1_700_000_000, 1_700_000_000))
+    accept = uploading.accept
+
+    def accept_late(*given: Any) -> queueing.Queued:
+        assert segments.snapshots.collect(segments.store) == 0
+        return accept(*given)
+
+    monkeypatch.setattr(uploading, "accept", accept_late)
+    uploads.finish("a", upload_id, 1)
+    segments.tick_all()
+    assert segments.row("a").stage == "done"
+
+
+@pytest.mark.spec("SEG-10")
+def test_uploads_are_bounded_in_number_and_in_memory(tmp_path: Path) -> None:
+    with opened(f"sqlite:///{tmp_path / 'k.db'}", tmp_path / "snapshots", uploads_max=2) as product:
+        product.create("a")
+        uploads = Uploads(product.store, product.snapshots)
+        upload_id = uploads.begin("a")
+        uploads.begin("a")
+        with pytest.raises(Conflict, match="2 uploads of a are begun"):
+            uploads.begin("a")
+        ids = [*(f"{number:06}" for number in range(400_000)), "z" * 200]
+        tracemalloc.start()
+        try:
+            uploads.put("a", upload_id, 1, ids)
+            uploads.finish("a", upload_id, 1)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 60_000_000
+        uploads.begin("a")
+
+
+@pytest.mark.spec("SEG-10")
+def test_an_upload_that_the_disk_refuses_says_so_and_leaves_nothing(
+    segments: Segments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    segments.create("a")
+    uploads = Uploads(segments.store, segments.snapshots)
+    upload_id = uploads.begin("a")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(Unavailable, match="No space left"):
+            uploads.put("a", upload_id, 1, [1])
+    assert list((segments.snapshots.root / "a" / f"{upload_id}.writing").iterdir()) == []
+    uploads.put("a", upload_id, 1, [1])
+    assert uploads.finish("a", upload_id, 1).stage == "awaiting_diff"
+
+
+@pytest.mark.parametrize(("line", "id_type"), [("9" * 6_000, "number"), ("²", "number"), ("a\udcff", "text")])
+def test_a_line_that_is_no_id_is_refused_with_its_place(line: str, id_type: str) -> None:
+    with pytest.raises(SnapshotWrong, match="at line 2"):
+        list(uploading.line_ids(["1\n", line], id_type, 10))
+
+
+@pytest.mark.spec("SEG-12")
+def test_why_answers_while_the_snapshot_cannot_be_read_and_holds_no_connection_meanwhile(
+    segments: Segments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments.create("a")
+    segments.upload("a", [1])
+    segments.tick_all()
+    contains = segments.snapshots.contains
+
+    def watched(*given: Any) -> bool:
+        assert not is_reading
+        return contains(*given)
+
+    is_reading: list[bool] = []
+    read = segments.store.read
+
+    def counted(work: Any) -> Any:
+        is_reading.append(True)
+        try:
+            return read(work)
+        finally:
+            is_reading.pop()
+
+    monkeypatch.setattr(segments.snapshots, "contains", watched)
+    monkeypatch.setattr(segments.store, "read", counted)
+    assert segments.why(1, "a").in_snapshot
+    shutil.rmtree(segments.snapshots.root)
+    told = segments.why(1, "a")
+    assert (told.state, told.in_snapshot) == ("in", None)

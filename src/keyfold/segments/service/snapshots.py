@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from keyfold.core.context import Context
 from keyfold.core.errors import BadInput, NotFound, StoreRefused
-from keyfold.core.store import Transaction
+from keyfold.core.store import Store, Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import insert, load
 from keyfold.core.tables import TOPICS
@@ -134,7 +134,7 @@ class Snapshots:
     """The snapshots of a product: read, written, deleted."""
 
     def __init__(self, settings: SegmentsSettings, root: Path) -> None:
-        self._settings = settings
+        self.settings = settings
         self.root = root
 
     @classmethod
@@ -155,7 +155,7 @@ class Snapshots:
     def contains(self, snapshot: Snapshot, user_id: str) -> bool:
         """Whether a user is in a snapshot; a file tells by its statistics which part of it to read."""
         if snapshot.location.table:
-            return sources.contains(self._settings, snapshot.location, user_id)
+            return sources.contains(self.settings, snapshot.location, user_id)
         for path in self._files(snapshot.location):
             for keys in self._file_stream(path, path.name, None, only=user_id):
                 key = as_key_like(user_id, keys)
@@ -205,6 +205,7 @@ class Snapshots:
     def publish(self, aside: Path) -> Location:
         """A folder that was written aside gets its name."""
         made = aside.with_name(aside.name.removesuffix(WRITING))
+        os.utime(aside)  # its parts may be old: the time to be named within begins now
         _sync(aside)
         os.rename(aside, made)
         _sync(made.parent)
@@ -220,15 +221,15 @@ class Snapshots:
         return aside
 
     def collect(
-        self, tx: Transaction, older_seconds: float = GRACE_SECONDS, unfinished_seconds: float = GRACE_SECONDS
+        self, store: Store, older_seconds: float = GRACE_SECONDS, unfinished_seconds: float = GRACE_SECONDS
     ) -> int:
         """Delete what no row names any more, and what was never finished; returns how many folders."""
         if not self.root.is_dir():
             return 0
         # Listed first: what is named between the listing and the look at the rows is seen there.
         folders = [each for each in self.root.glob("*/*") if each.is_dir()]
-        rows = tx.execute(sa.select(SEGMENT_SNAPSHOTS.c.location)).scalars()
-        named = {msgspec.json.decode(location, type=Location).folder for location in rows}
+        locations = store.read(lambda tx: tx.execute(sa.select(SEGMENT_SNAPSHOTS.c.location)).scalars().all())
+        named = {msgspec.json.decode(location, type=Location).folder for location in locations}
         removed = 0
         for folder in folders:
             age_max = unfinished_seconds if folder.name.endswith(WRITING) else older_seconds
@@ -254,7 +255,7 @@ class Snapshots:
             if not groups:
                 return
             before = sum(file.metadata.row_group(at).num_rows for at in range(groups[0]))
-            batches = file.iter_batches(batch_size=self._settings.batch_rows, row_groups=groups, columns=[column])
+            batches = file.iter_batches(batch_size=self.settings.batch_rows, row_groups=groups, columns=[column])
             key = None if after is None else as_key(after, kind)
             for keys in checked((batch.column(0) for batch in batches), name, rows_before=before):
                 left = keys if key is None else keys[int(np.searchsorted(keys, key, side="right")) :]
@@ -262,7 +263,7 @@ class Snapshots:
                     yield left
 
     def _table_stream(self, location: Location, name: str, after: str | None) -> Iterator[Keys]:
-        yield from checked(sources.ids_in_place(self._settings, location, after, self._settings.batch_rows), name)
+        yield from checked(sources.ids_in_place(self.settings, location, after, self.settings.batch_rows), name)
 
 
 def open_parquet(path: Path, name: str) -> Any:
