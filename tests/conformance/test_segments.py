@@ -876,3 +876,16 @@ def test_why_answers_while_the_snapshot_cannot_be_read_and_holds_no_connection_m
     shutil.rmtree(segments.snapshots.root)
     told = segments.why(1, "a")
     assert (told.state, told.in_snapshot) == ("in", None)
+
+
+@pytest.mark.spec("SEG-06")
+def test_a_worker_that_does_not_see_the_folder_fails_no_segment(segments: Segments, tmp_path: Path) -> None:
+    segments.create("a")
+    segments.upload("a", [1, 2])
+    shutil.move(segments.snapshots.root, tmp_path / "away")
+    with pytest.raises(Unavailable, match="is not there"):
+        segments.tick()
+    assert segments.row("a").stage == "diffing"
+    shutil.move(tmp_path / "away", segments.snapshots.root)
+    segments.tick_all()
+    assert segments.row("a").stage == "done"

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from keyfold.core.context import Context
-from keyfold.core.errors import BadInput, NotFound, StoreRefused
+from keyfold.core.errors import BadInput, NotFound, StoreRefused, Unavailable
 from keyfold.core.store import Store, Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import insert, load
@@ -39,6 +39,12 @@ WRITING = ".writing"
 # A folder that no row names may belong to a transaction that has yet to commit.
 GRACE_SECONDS = 3_600
 UNKNOWN = "?"
+
+
+class FolderRefused(Unavailable):
+    """The folder of snapshots is full, not there, or cannot be written"""
+
+    slug = "folder-refused"
 
 
 class Location(Struct, frozen=True, omit_defaults=True):
@@ -240,6 +246,8 @@ class Snapshots:
 
     def _files(self, location: Location) -> list[Path]:
         folder = self.root / location.folder
+        if not self.root.is_dir():  # not mounted here: no segment is to blame
+            raise FolderRefused(f"{self.root} is not there", hint="segments.folder must be the same for all workers")
         if not folder.is_dir():
             raise SnapshotWrong(
                 f"the snapshot {folder} is gone", hint="segments.folder must be the same for all workers"

@@ -10,13 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from keyfold.core.errors import BadInput, Conflict, NotFound, Unavailable
+from keyfold.core.errors import BadInput, Conflict, NotFound
 from keyfold.core.store import Store, Transaction
 from keyfold.segments.difference import SnapshotWrong, as_text, checked
 from keyfold.segments.service import queueing, snapshots
 from keyfold.segments.service.describing import described
 from keyfold.segments.service.queueing import Queued
-from keyfold.segments.service.snapshots import USER_ID, WRITING, Location, Snapshots, columns_of, open_parquet
+from keyfold.segments.service.snapshots import (
+    USER_ID,
+    WRITING,
+    FolderRefused,
+    Location,
+    Snapshots,
+    columns_of,
+    open_parquet,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,12 +32,6 @@ if TYPE_CHECKING:
 PARTS_MAX = 10_000
 ROWS = 65_536
 _UPLOAD_ID = re.compile(r"[0-9a-f]{32}")
-
-
-class FolderRefused(Unavailable):
-    """The folder of snapshots is full, or cannot be written"""
-
-    slug = "folder-refused"
 
 
 class PartTaken(Struct, frozen=True):
