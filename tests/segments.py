@@ -93,7 +93,7 @@ class Segments:
         return {user: [each.segment_id for each in one.segments] for user, one in found.items()}
 
     def why(self, user: int | str, segment_id: str) -> reading.Because:
-        return self.store.read(lambda tx: reading.why(tx, self.snapshots, self.settings, str(user), segment_id))
+        return reading.why(self.store, self.snapshots, self.settings, str(user), segment_id)
 
     def history(self, user: int | str) -> list[reading.Change]:
         return self.store.read(lambda tx: reading.history(tx, self.settings.topic, str(user)))

@@ -203,3 +203,20 @@ def test_a_part_that_is_wrong_is_refused_with_its_place(served: Served) -> None:
         400,
         404,
     )
+
+
+@pytest.mark.spec("SEG-12", "CORE-15")
+def test_a_token_for_one_segment_learns_no_version_of_a_set(served: Served) -> None:
+    """It would count the changes of the segments that the token may not see."""
+    for name in ("others", "fans"):
+        assert served.call("POST", "/v1/segments", served.token, json={"segment_id": name}).status_code == 200
+        for version, users in enumerate(([1, 2, 3], [2, 3]), 1):
+            upload(served, name, users)
+            wait_for(served, name, "done", version)
+    token = token_for(served.store_url, ["read"], segment=["fans"])
+    for user, state in ((1, "left"), (2, "in")):
+        address = f"/v1/user-segments/{user}/why?segment_id=fans"
+        told = served.call("GET", address, token).json()
+        assert (told["state"], told["version"]) == (state, None)
+        assert "version" not in told["explanation"]
+        assert served.call("GET", address, served.token).json()["version"] is not None

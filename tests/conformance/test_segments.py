@@ -1,8 +1,11 @@
 """Segments on every store: the queue, ticks, guards, turning off, sweeps, and what is told of a user."""
 
+import errno
+import os
 import random
 import shutil
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from keyfold.core.clock import ManualClock
-from keyfold.core.errors import BadInput, Conflict, NotFound, TicketRefused
+from keyfold.core.errors import BadInput, Conflict, LeaseLost, NotFound, StoreBusy, TicketRefused, Unavailable
+from keyfold.core.leases.holding import Holding
 from keyfold.segments.difference import SnapshotWrong
-from keyfold.segments.service import describing, queueing, reading
+from keyfold.segments.model import SegmentId
+from keyfold.segments.service import describing, evaluating, queueing, reading, ticking, uploading
+from keyfold.segments.service.sources import must_be_condition
 from keyfold.segments.service.uploading import Uploads
 from tests.segments import Segments, opened
 from tests.servers.java import find_java
@@ -120,8 +126,8 @@ def test_snapshots_that_no_diff_will_read_are_deleted(segments: Segments) -> Non
         lambda tx: tx.driver("SELECT evaluation_version FROM segment_snapshots").scalars().all()
     )
     assert known == [4]
-    assert segments.store.read(lambda tx: segments.snapshots.collect(tx, older_seconds=3600)) == 0
-    assert segments.store.read(lambda tx: segments.snapshots.collect(tx, older_seconds=-1, unfinished_seconds=-1)) == 3
+    assert segments.snapshots.collect(segments.store, older_seconds=3600) == 0
+    assert segments.snapshots.collect(segments.store, older_seconds=-1, unfinished_seconds=-1) == 3
     assert segments.why(3, "sports").in_snapshot
 
 
@@ -601,3 +607,316 @@ def _fill(database: Path, rows: list[tuple[str, int, int]]) -> None:
     with duckdb.connect(str(database)) as connection:
         connection.execute("CREATE TABLE IF NOT EXISTS kept (segment TEXT, evaluation BIGINT, user_id BIGINT)")
         connection.executemany("INSERT INTO kept VALUES (?, ?, ?)", rows)
+
+
+@pytest.mark.spec("SEG-02", "SEG-03")
+@pytest.mark.parametrize(
+    "change", ["DELETE FROM kept WHERE evaluation = 3", "UPDATE kept SET user_id = 2 WHERE user_id = 1"]
+)
+def test_a_table_that_has_lost_what_was_applied_stops_the_next_diff(
+    store_url: str, tmp_path: Path, change: str
+) -> None:
+    """Whoever was only in the old rows would otherwise stay in the segment for ever."""
+    import duckdb
+
+    database = tmp_path / "warehouse.ddb"
+    _fill(database, [("fans", 3, user) for user in (1, 5, 9)])
+    tables = {"kept": {"url": f"duckdb://{database}", "name": "kept", "segment_id": "segment", "version": "evaluation"}}
+    with opened(store_url, tmp_path / "snapshots", tables=tables) as product:
+        product.create("fans", source_table="kept")
+        product.evaluator.evaluate("fans", "w")
+        product.tick_all()
+        with duckdb.connect(str(database)) as connection:
+            connection.execute(change)
+        _fill(database, [("fans", 4, user) for user in (5, 9)])
+        product.evaluator.evaluate("fans", "w")
+        product.tick_all()
+        row = product.row("fans")
+        assert (row.stage, row.diff_version) == ("failed", 3)
+        assert "that were applied" in row.reason
+        product.act("retry", "fans")
+        product.tick_all()
+        assert product.row("fans").stage == "failed"
+        product.act("off", "fans")
+        product.act("on", "fans")
+        _fill(database, [("fans", 5, user) for user in (5, 9)])
+        product.evaluator.step("w")
+        product.tick_all()
+        product.sweep()
+        assert product.names(1, 5, 9) == {"1": [], "5": ["fans"], "9": ["fans"]}
+
+
+@pytest.mark.spec("SEG-02")
+def test_text_ids_of_a_table_have_one_checksum_however_they_are_cut(tmp_path: Path) -> None:
+    people = tmp_path / "kept.parquet"
+    users = ["a", "b", "c" * 20, *(f"d{number}" for number in range(40))]
+    pq.write_table(pa.table({"s": ["fans"] * 43, "v": [1] * 43, "user_id": users}), people)
+    tables = {"kept": {"url": str(people), "segment_id": "s", "version": "v"}}
+    found = set()
+    for batch_rows in (16, 20, 100):
+        with opened(
+            f"sqlite:///{tmp_path / str(batch_rows)}.db", tmp_path / "snapshots", tables=tables, batch_rows=batch_rows
+        ) as product:
+            product.create("fans", source_table="kept")
+            product.evaluator.evaluate("fans", "w")
+            product.tick_all()
+            checked = product.row("fans").checked
+            assert checked is not None
+            found.add(checked.new)
+    assert len(found) == 1
+
+
+@pytest.mark.spec("SEG-01", "SEG-10")
+def test_an_evaluation_that_finds_nothing_new_leaves_no_diff_behind(store_url: str, tmp_path: Path) -> None:
+    """A version whose diff has failed is diffed again, not taken for done."""
+    database = tmp_path / "warehouse.ddb"
+    _fill(database, [("fans", 1, user) for user in (1, 5, 9)])
+    tables = {"kept": {"url": f"duckdb://{database}", "name": "kept", "segment_id": "segment", "version": "evaluation"}}
+    with opened(store_url, tmp_path / "snapshots", tables=tables) as product:
+        product.create("fans", source_table="kept")
+        product.evaluator.evaluate("fans", "w")
+        product.tick_all()
+        _fill(database, [("fans", 2, user) for user in (5, 5, 9)])
+        product.evaluator.evaluate("fans", "w")
+        product.tick_all()
+        assert product.row("fans").stage == "failed"
+        product.store.transact(lambda tx: evaluating.want(tx, "fans"))
+        product.evaluator.step("w")
+        assert product.row("fans").stage == "awaiting_diff"
+
+
+@pytest.mark.spec("SEG-10")
+def test_an_evaluation_that_cannot_be_done_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+    people = tmp_path / "people.parquet"
+    pq.write_table(pa.table({"user_id": [1, 2]}), people)
+    tables = {"odd": {"url": str(people), "segment_id": "no column", "version": "none"}, "people": {"url": str(people)}}
+    with opened(f"sqlite:///{tmp_path / 'k.db'}", tmp_path / "snapshots", tables=tables) as product:
+        product.create("bad", source_table="odd")
+        product.create("good", source_table="people", condition="true")
+        for name in ("bad", "good"):
+            product.store.transact(lambda tx, name=name: evaluating.want(tx, name))  # type: ignore[misc]
+        while product.evaluator.step("w"):
+            pass
+        assert product.row("bad").stage == "failed"
+        assert "no column" in product.row("bad").reason
+        assert product.row("good").stage == "awaiting_diff"
+
+
+@pytest.mark.spec("SEG-10")
+def test_a_worker_that_loses_its_lease_does_not_fail_the_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    people = tmp_path / "people.parquet"
+    pq.write_table(pa.table({"user_id": [1, 2]}), people)
+    tables = {"people": {"url": str(people)}}
+    with opened(f"sqlite:///{tmp_path / 'k.db'}", tmp_path / "snapshots", tables=tables) as product:
+        product.create("fans", source_table="people", condition="true")
+        product.store.transact(lambda tx: evaluating.want(tx, "fans"))
+
+        def lost(holding: Holding) -> None:
+            raise LeaseLost("the lease has passed")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Holding, "must_be_held", lost)
+            with pytest.raises(LeaseLost):
+                product.evaluator.step("w")
+        row = product.row("fans")
+        assert (row.stage, row.is_evaluation_wanted) == ("evaluation", 1)
+        assert product.evaluator.step("w")
+        assert product.evaluator.evaluate("fans", "w", only_if_wanted=True) is None
+
+
+@pytest.mark.spec("SEG-13")
+def test_a_diff_that_every_worker_takes_up_and_none_moves_is_shown_as_stuck(
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ManualClock()
+
+    def busy(*_: object) -> None:
+        raise StoreBusy("the transaction ran too long")
+
+    monkeypatch.setattr(ticking, "apply_chunk", busy)
+    with opened(store_url, tmp_path / "snapshots", clock=clock, stuck_seconds=100) as product:
+        product.create("a")
+        product.upload("a", [1, 2])
+        for _ in range(5):
+            with pytest.raises(StoreBusy):
+                product.tick()
+            clock.advance(60)
+        assert product.store.read(lambda tx: queueing.figures(tx, 100)).stuck == ["a"]
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "pg_read_file('/etc/passwd') = ''",
+        "query_to_xml('SELECT * FROM secrets', true, true, '') IS NULL",
+        "java_method('java.lang.System', 'exit', 1) = ''",
+        "\"read_text\"('/etc/passwd') = ''",
+        "main.\"getenv\" /* */ ('HOME') = ''",
+        "'/etc/passwd'.read_text() = ''",
+        "read_csv('/etc/passwd') IS NULL",
+        "current_setting('temp_directory') = ''",
+        "sleep_ms(100000) IS NULL",
+        "sum(visits) > 4",
+        "true) OFFSET 3 --",
+        "true) USING SAMPLE 1 --",
+        "(" * 3_000 + "true" + ")" * 3_000,
+    ],
+)
+def test_a_condition_calls_only_what_is_known_to_look_at_its_arguments_alone(condition: str) -> None:
+    with pytest.raises(BadInput, match=r"may not call|more than one|nested too deeply"):
+        must_be_condition(condition)
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "visits IN (1, 2) AND (city = 'Riga' OR lower(city) LIKE 'r%')",
+        "CAST(visits AS DECIMAL(10, 2)) > 1 AND visits::VARCHAR(5) <> ''",
+        "CASE WHEN (visits > 1) THEN (city) ELSE ('') END = 'Riga'",
+        "seen > now() - INTERVAL (3) DAY AND date_diff('day', seen, current_date) < 4",
+        "list_contains(tags, 'a') OR len(list_filter(tags, lambda tag: tag > 'b')) > 1",
+        "coalesce(visits, 0) BETWEEN (1) AND (5) AND NOT (visits IS NULL)",
+        "regexp_matches(city, '^R') AND extract(year FROM seen) = 2026 AND substring(city, 1, 2) = 'Ri'",
+    ],
+)
+def test_a_condition_may_call_functions_of_values(condition: str) -> None:
+    must_be_condition(condition)
+
+
+@pytest.mark.spec("SEG-10", "SEG-02")
+@pytest.mark.parametrize("columns", [{}, {"segment_id": "s", "version": "v"}])
+def test_negative_numbers_of_a_signed_column_are_the_upper_half_of_the_ids(
+    store_url: str, tmp_path: Path, columns: dict[str, str]
+) -> None:
+    people = tmp_path / "people.parquet"
+    ids = [-1, 5, -(2**63), 0, 2**63 - 1]
+    pq.write_table(pa.table({"s": ["fans"] * 5, "v": [1] * 5, "user_id": pa.array(ids, pa.int64())}), people)
+    tables = {"people": {"url": str(people), **columns}}
+    with opened(store_url, tmp_path / "snapshots", tables=tables, chunk_users_max=2) as product:
+        product.create("fans", source_table="people", condition="" if columns else "true")
+        product.evaluator.evaluate("fans", "w")
+        product.tick_all()
+        assert set(product.stored()) == {"5", *map(str, (0, 2**63 - 1, 2**63, 2**64 - 1))}
+        assert product.why(2**64 - 1, "fans").in_snapshot
+        assert [product.why(user, "fans").in_snapshot for user in ("05", "²", "-1", "9" * 30)] == [False] * 4
+
+
+@pytest.mark.parametrize("segment_id", ["fans\n", "fans\nothers", "\nfans", "fans:1", "../fans", ".", ""])
+def test_an_id_that_would_tear_sets_or_paths_apart_is_refused(segment_id: str) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(segment_id, SegmentId)
+
+
+@pytest.mark.spec("SEG-10")
+def test_an_upload_that_took_long_is_not_deleted_before_it_is_named(
+    segments: Segments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments.create("a")
+    uploads = Uploads(segments.store, segments.snapshots)
+    upload_id = uploads.begin("a")
+    uploads.put("a", upload_id, 1, [1, 2])
+    folder = segments.snapshots.root / "a" / f"{upload_id}.writing"
+    for each in (*folder.iterdir(), folder):
+        os.utime(each, (1_700_000_000, 1_700_000_000))
+    accept = uploading.accept
+
+    def accept_late(*given: Any) -> queueing.Queued:
+        assert segments.snapshots.collect(segments.store) == 0
+        return accept(*given)
+
+    monkeypatch.setattr(uploading, "accept", accept_late)
+    uploads.finish("a", upload_id, 1)
+    segments.tick_all()
+    assert segments.row("a").stage == "done"
+
+
+@pytest.mark.spec("SEG-10")
+def test_uploads_are_bounded_in_number_and_in_memory(tmp_path: Path) -> None:
+    with opened(f"sqlite:///{tmp_path / 'k.db'}", tmp_path / "snapshots", uploads_max=2) as product:
+        product.create("a")
+        uploads = Uploads(product.store, product.snapshots)
+        upload_id = uploads.begin("a")
+        uploads.begin("a")
+        with pytest.raises(Conflict, match="2 uploads of a are begun"):
+            uploads.begin("a")
+        ids = [*(f"{number:06}" for number in range(400_000)), "z" * 200]
+        tracemalloc.start()
+        try:
+            uploads.put("a", upload_id, 1, ids)
+            uploads.finish("a", upload_id, 1)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 60_000_000
+        uploads.begin("a")
+
+
+@pytest.mark.spec("SEG-10")
+def test_an_upload_that_the_disk_refuses_says_so_and_leaves_nothing(
+    segments: Segments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    segments.create("a")
+    uploads = Uploads(segments.store, segments.snapshots)
+    upload_id = uploads.begin("a")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(Unavailable, match="No space left"):
+            uploads.put("a", upload_id, 1, [1])
+    assert list((segments.snapshots.root / "a" / f"{upload_id}.writing").iterdir()) == []
+    uploads.put("a", upload_id, 1, [1])
+    assert uploads.finish("a", upload_id, 1).stage == "awaiting_diff"
+
+
+@pytest.mark.parametrize(("line", "id_type"), [("9" * 6_000, "number"), ("²", "number"), ("a\udcff", "text")])
+def test_a_line_that_is_no_id_is_refused_with_its_place(line: str, id_type: str) -> None:
+    with pytest.raises(SnapshotWrong, match="at line 2"):
+        list(uploading.line_ids(["1\n", line], id_type, 10))
+
+
+@pytest.mark.spec("SEG-12")
+def test_why_answers_while_the_snapshot_cannot_be_read_and_holds_no_connection_meanwhile(
+    segments: Segments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments.create("a")
+    segments.upload("a", [1])
+    segments.tick_all()
+    contains = segments.snapshots.contains
+
+    def watched(*given: Any) -> bool:
+        assert not is_reading
+        return contains(*given)
+
+    is_reading: list[bool] = []
+    read = segments.store.read
+
+    def counted(work: Any) -> Any:
+        is_reading.append(True)
+        try:
+            return read(work)
+        finally:
+            is_reading.pop()
+
+    monkeypatch.setattr(segments.snapshots, "contains", watched)
+    monkeypatch.setattr(segments.store, "read", counted)
+    assert segments.why(1, "a").in_snapshot
+    shutil.rmtree(segments.snapshots.root)
+    told = segments.why(1, "a")
+    assert (told.state, told.in_snapshot) == ("in", None)
+
+
+@pytest.mark.spec("SEG-06")
+def test_a_worker_that_does_not_see_the_folder_fails_no_segment(segments: Segments, tmp_path: Path) -> None:
+    segments.create("a")
+    segments.upload("a", [1, 2])
+    shutil.move(segments.snapshots.root, tmp_path / "away")
+    with pytest.raises(Unavailable, match="is not there"):
+        segments.tick()
+    assert segments.row("a").stage == "diffing"
+    shutil.move(tmp_path / "away", segments.snapshots.root)
+    segments.tick_all()
+    assert segments.row("a").stage == "done"

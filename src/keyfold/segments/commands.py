@@ -227,7 +227,7 @@ def why(ctx: typer.Context, user: UserArgument, segment: SegmentArgument) -> Ans
     context, settings = _opened(ctx)
     user_id, name = _user_id(user), _segment_id(segment)
     found = Snapshots.of(context, settings)
-    told = context.store.read(lambda tx: reading.why(tx, found, settings, user_id, name))
+    told = reading.why(context.store, found, settings, user_id, name)
     where = f" (version {told.version} of the set, {told.at})" if told.version is not None else ""
     return Answer(data=told, lines=[f"{told.state.replace('_', ' ')}: {told.explanation}{where}"])
 

@@ -109,6 +109,11 @@ def as_text(key: Any) -> str:
     return key.decode() if isinstance(key, bytes) else str(int(key))
 
 
+def is_number(text: str) -> bool:
+    """Whether this is how a number of 64 bits is written: there is one way only."""
+    return text.isascii() and text.isdigit() and (text == "0" or text[0] != "0") and int(text) < 2**64
+
+
 def as_key(text: str, id_type: IdType) -> Any:
     """An id as it is compared."""
     return np.uint64(int(text)) if id_type == "number" else text.encode()

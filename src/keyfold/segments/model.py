@@ -22,7 +22,7 @@ SegmentId = Annotated[
     Meta(
         min_length=1,
         max_length=SEGMENT_ID_MAX,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(?!\n)$",  # `$` alone lets a line break through: sets would tear
         description="the segment: letters, digits, dot, underscore, hyphen",
     ),
 ]

@@ -54,4 +54,7 @@ class SegmentsSettings(Section, frozen=True, kw_only=True):
     upload_hours: Annotated[
         int, Meta(ge=1, le=24 * 365, description="an upload that is not finished within this is forgotten")
     ] = 24
+    uploads_max: Annotated[
+        int, Meta(ge=1, le=1_000, description="most uploads of one segment that are begun and not finished")
+    ] = 8
     segments_shown_max: Annotated[int, Meta(ge=1, le=100_000, description="most segments in one answer")] = 1_000

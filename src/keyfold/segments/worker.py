@@ -84,5 +84,5 @@ class Upkeep:
         metrics.STUCK.set(len(figures.stuck))
         if time.monotonic() >= self._collect_at:
             self._collect_at = time.monotonic() + 60
-            self._store.read(lambda tx: self._snapshots.collect(tx, GRACE_SECONDS, self._settings.upload_hours * 3600))
+            self._snapshots.collect(self._store, GRACE_SECONDS, self._settings.upload_hours * 3600)
         return False

@@ -3,7 +3,7 @@
 import structlog
 
 from keyfold.core.context import Context
-from keyfold.core.errors import BadInput, Conflict, KeyfoldError, Unavailable
+from keyfold.core.errors import BadInput, Conflict, KeyfoldError, LeaseLost, Unavailable
 from keyfold.core.leases.holding import Holding
 from keyfold.core.store import Transaction
 from keyfold.segments import metrics
@@ -16,6 +16,10 @@ from keyfold.segments.settings import SegmentsSettings
 log = structlog.get_logger(__name__)
 
 REASON_MAX = 1_000
+
+
+class Overtaken(Conflict):
+    """The evaluation is not the newest any more"""
 
 
 class Evaluator:
@@ -31,23 +35,29 @@ class Evaluator:
         """Evaluate what was asked for first; whether there was anything."""
         for segment_id in self._store.read(lambda tx: queueing.to_evaluate(tx, 100)):
             try:
-                if self.evaluate(segment_id, holder) is not None:
+                if self.evaluate(segment_id, holder, only_if_wanted=True) is not None:
                     return True
-            except Unavailable:
-                raise
-            except KeyfoldError as error:
-                self._fail(segment_id, str(error))
+            except (LeaseLost, Unavailable):
+                raise  # nothing is wrong with the segment
+            except Overtaken as error:
+                log.info("an evaluation was overtaken", segment=segment_id, reason=str(error))
+                return True
+            except Exception as error:  # whatever it is, the segments behind it get their turn
+                self._fail(segment_id, _said(error))
                 return True
         return False
 
-    def evaluate(self, segment_id: str, holder: str) -> Queued | None:
-        """Evaluate one segment now; None where another worker is at it."""
-        segment, began = self._store.read(lambda tx: _to_evaluate(tx, segment_id))
+    def evaluate(self, segment_id: str, holder: str, *, only_if_wanted: bool = False) -> Queued | None:
+        """Evaluate one segment now; None where another worker is at it, or was."""
+        self._store.read(lambda tx: _to_evaluate(tx, segment_id))
         name, seconds = f"segments/{segment_id}/evaluation", self._context.settings.leases.lease_seconds
         leases = self._context.leases.acquire([name], holder, seconds)
         if not leases:
             return None
         with Holding(self._context.leases, leases[0], seconds) as holding:
+            segment, began = self._store.read(lambda tx: _to_evaluate(tx, segment_id))
+            if only_if_wanted and not began.is_evaluation_wanted:
+                return None
             location, rows, version = self._evaluated(segment, began)
             holding.must_be_held()
             if version == began.evaluation_version:
@@ -101,7 +111,7 @@ def _accepted(tx: Transaction, began: Queued, location: Location, rows: int, ver
     row = queueing.one(tx, began.segment_id)
     queueing.must_be_on(row)
     if row.evaluation_version != began.evaluation_version:
-        raise Conflict(f"{began.segment_id} was evaluated by somebody else meanwhile")
+        raise Overtaken(f"{began.segment_id} was evaluated by somebody else meanwhile")
     snapshots.name(tx, began.segment_id, version, location, rows)
     changed = queueing.arrived(tx, row, version)
     snapshots.forget(tx, changed)
@@ -110,6 +120,14 @@ def _accepted(tx: Transaction, began: Queued, location: Location, rows: int, ver
 
 def _nothing_new(tx: Transaction, segment_id: str) -> Queued:
     row = queueing.one(tx, segment_id)
-    stage = "done" if row.stage == "evaluation" and row.diff_version is not None else row.stage
+    stage = row.stage
+    if stage == "evaluation" and row.diff_version == row.evaluation_version:
+        stage = "done"
+    elif stage == "evaluation" and row.evaluation_version > max(row.diff_version or 0, row.minimal_valid_version - 1):
+        stage = "awaiting_diff"  # its diff has failed, and the table may have been mended
     reason = f"its table has no version newer than {row.evaluation_version}" if stage == "evaluation" else row.reason
     return queueing.save(tx, row, is_evaluation_wanted=0, stage=stage, reason=reason)
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, KeyfoldError) else f"{type(error).__name__}: {error}"

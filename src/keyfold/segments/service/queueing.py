@@ -232,7 +232,9 @@ class Ticketed:
         if not row.is_waiting or not row.is_on:
             return None
         target = row.target_version or row.evaluation_version
-        return cls(save(tx, row, stage="diffing", ticket=ticket, target_version=target))
+        # To take up again what others have left is not to move: where every try dies, it is stuck, and must show.
+        moved_at_us = row.moved_at_us if row.stage == "diffing" else tx.now_us
+        return cls(save(tx, row, stage="diffing", ticket=ticket, target_version=target, moved_at_us=moved_at_us))
 
     def step(self, tx: Transaction, **changes: Any) -> Queued:
         """Move on, first of all in its transaction. The caller keeps what this returns once it is committed."""

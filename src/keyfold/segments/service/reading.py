@@ -5,18 +5,21 @@ from typing import Any, Literal
 
 import msgspec
 import sqlalchemy as sa
+import structlog
 from msgspec import Struct
 
 from keyfold.core.clock import SECOND_US
-from keyfold.core.store import Transaction
+from keyfold.core.store import Store, Transaction
 from keyfold.core.store.shapes import load
 from keyfold.core.tables import MESSAGES
 from keyfold.core.times import iso
 from keyfold.segments.model import Departure, Entry, departures_of, entries_of
 from keyfold.segments.service import queueing, snapshots
-from keyfold.segments.service.snapshots import Snapshots
+from keyfold.segments.service.snapshots import Snapshot, Snapshots
 from keyfold.segments.settings import SegmentsSettings
 from keyfold.segments.tables import USER_SEGMENTS
+
+log = structlog.get_logger(__name__)
 
 HISTORY_MAX = 1_000
 
@@ -57,7 +60,7 @@ class Because(Struct, frozen=True):
     evaluation_version: int | None  # that put the user in, last
     version: int | None  # of the set, at which it happened
     at: str | None
-    in_snapshot: bool | None  # of the version that was diffed last; None where there is none
+    in_snapshot: bool | None  # of the version that was diffed last; None where there is none, or it cannot be read
     explanation: str
 
 
@@ -95,16 +98,48 @@ def history(
     return [_change(row) for row in rows]
 
 
-def why(tx: Transaction, found: Snapshots, settings: SegmentsSettings, user_id: str, segment_id: str) -> Because:
-    """Why a user is or is not in a segment."""
+def why(store: Store, found: Snapshots, settings: SegmentsSettings, user_id: str, segment_id: str) -> Because:
+    """Why a user is or is not in a segment. The snapshot, slow to read, keeps no connection of the store."""
+    told, applied = store.read(lambda tx: _known(tx, settings, user_id, segment_id))
+    if applied is None:
+        return told
+    try:
+        in_snapshot = found.contains(applied, user_id)
+    except Exception as error:  # each engine has its own; what is known without it is told all the same
+        log.warning("a snapshot was not read", segment=segment_id, error=str(error))
+        return told
+    if in_snapshot and told.state == "never":
+        told = msgspec.structs.replace(told, explanation=_FORGOTTEN)
+    return msgspec.structs.replace(told, in_snapshot=in_snapshot)
+
+
+def without_versions(told: Because) -> Because:
+    """For those who may not see the whole set: its version counts the changes of all segments."""
+    explanation = _LEFT if told.state == "left" else told.explanation
+    return msgspec.structs.replace(told, version=None, explanation=explanation)
+
+
+_LEFT = "was no longer in the snapshot"
+_FORGOTTEN = "is in the snapshot, but there is no trace of an entry: it left longer ago than is remembered"
+
+
+def _known(
+    tx: Transaction, settings: SegmentsSettings, user_id: str, segment_id: str
+) -> tuple[Because, Snapshot | None]:
+    """What the store knows, and the snapshot that was applied last."""
     row = queueing.one(tx, segment_id)
+    applied = None if row.diff_version is None else snapshots.known(tx, segment_id, row.diff_version)
+    return _because(tx, settings, row, user_id), applied
+
+
+def _because(tx: Transaction, settings: SegmentsSettings, row: queueing.Queued, user_id: str) -> Because:
+    segment_id = row.segment_id
     rows = load(tx, USER_SEGMENTS, {"user_id": [user_id]}, ("version", "segments", "departures"))
     _, body, departed = next(iter(rows.values()), (0, "", ""))
     entry = next((each for each in entries_of(body) if each.segment_id == segment_id), None)
     last = next((each for each in reversed(departures_of(departed)) if each.segment_id == segment_id), None)
-    in_snapshot = _is_in_snapshot(tx, found, row, user_id)
     if entry is None:
-        return _why_not(row, user_id, last, in_snapshot)
+        return _why_not(row, user_id, last)
     change = _when_entered(tx, settings.topic, user_id, segment_id)
     told = Because(
         user_id,
@@ -113,7 +148,7 @@ def why(tx: Transaction, found: Snapshots, settings: SegmentsSettings, user_id: 
         entry.evaluation_version,
         None if change is None else change.version,
         None if change is None else change.at,
-        in_snapshot,
+        None,
         f"entered with evaluation {entry.evaluation_version}",
     )
     if entry.evaluation_version >= row.minimal_valid_version:
@@ -126,17 +161,15 @@ def why(tx: Transaction, found: Snapshots, settings: SegmentsSettings, user_id: 
     )
 
 
-def _why_not(row: queueing.Queued, user_id: str, last: Departure | None, in_snapshot: bool | None) -> Because:
+def _why_not(row: queueing.Queued, user_id: str, last: Departure | None) -> Because:
     if last is None:
-        if in_snapshot:
-            words = "is in the snapshot, but there is no trace of an entry: it left longer ago than is remembered"
-        elif row.diff_version is None:
+        if row.diff_version is None:
             words = "no snapshot of the segment has been applied"
         else:
             words = f"was not in the snapshot of evaluation {row.diff_version}, and is not known to have been before"
-        return Because(user_id, row.segment_id, "never", None, None, None, in_snapshot, words)
+        return Because(user_id, row.segment_id, "never", None, None, None, None, words)
     reasons = {
-        "left": f"was no longer in the snapshot when version {last.version} of the set was made",
+        "left": f"{_LEFT} when version {last.version} of the set was made",
         "expired": "the segment was turned off, or its evaluation was no longer valid",
         "pushed_out": "newer segments filled the set, and the oldest made room; it does not come back by itself",
     }
@@ -147,7 +180,7 @@ def _why_not(row: queueing.Queued, user_id: str, last: Departure | None, in_snap
         last.evaluation_version,
         last.version,
         iso(last.at * SECOND_US),
-        in_snapshot,
+        None,
         reasons[last.why],
     )
 
@@ -157,12 +190,6 @@ def _when_entered(tx: Transaction, topic: str, user_id: str, segment_id: str) ->
         if segment_id in change.entered:
             return change
     return None
-
-
-def _is_in_snapshot(tx: Transaction, found: Snapshots, row: queueing.Queued, user_id: str) -> bool | None:
-    if row.diff_version is None:
-        return None
-    return found.contains(snapshots.find(tx, row.segment_id, row.diff_version), user_id)
 
 
 def _change(row: Any) -> Change:

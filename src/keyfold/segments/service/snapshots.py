@@ -19,12 +19,12 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from keyfold.core.context import Context
-from keyfold.core.errors import BadInput, NotFound, StoreRefused
-from keyfold.core.store import Transaction
+from keyfold.core.errors import BadInput, NotFound, StoreRefused, Unavailable
+from keyfold.core.store import Store, Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import insert, load
 from keyfold.core.tables import TOPICS
-from keyfold.segments.difference import IdType, Keys, SnapshotWrong, as_key, checked, id_type_of
+from keyfold.segments.difference import IdType, Keys, SnapshotWrong, as_key, checked, id_type_of, is_number
 from keyfold.segments.service import sources
 from keyfold.segments.service.queueing import Queued
 from keyfold.segments.settings import SegmentsSettings
@@ -39,6 +39,12 @@ WRITING = ".writing"
 # A folder that no row names may belong to a transaction that has yet to commit.
 GRACE_SECONDS = 3_600
 UNKNOWN = "?"
+
+
+class FolderRefused(Unavailable):
+    """The folder of snapshots is full, not there, or cannot be written"""
+
+    slug = "folder-refused"
 
 
 class Location(Struct, frozen=True, omit_defaults=True):
@@ -120,7 +126,7 @@ class Reading:
             last = keys[-1]
             if in_place:
                 self._rows += len(keys)
-                self._crc = zlib.crc32(keys.tobytes(), self._crc)
+                self._crc = zlib.crc32(_bytes_of(keys), self._crc)
             yield keys
 
     def fingerprint(self) -> str:
@@ -134,7 +140,7 @@ class Snapshots:
     """The snapshots of a product: read, written, deleted."""
 
     def __init__(self, settings: SegmentsSettings, root: Path) -> None:
-        self._settings = settings
+        self.settings = settings
         self.root = root
 
     @classmethod
@@ -155,7 +161,7 @@ class Snapshots:
     def contains(self, snapshot: Snapshot, user_id: str) -> bool:
         """Whether a user is in a snapshot; a file tells by its statistics which part of it to read."""
         if snapshot.location.table:
-            return sources.contains(self._settings, snapshot.location, user_id)
+            return sources.contains(self.settings, snapshot.location, user_id)
         for path in self._files(snapshot.location):
             for keys in self._file_stream(path, path.name, None, only=user_id):
                 key = as_key_like(user_id, keys)
@@ -205,6 +211,7 @@ class Snapshots:
     def publish(self, aside: Path) -> Location:
         """A folder that was written aside gets its name."""
         made = aside.with_name(aside.name.removesuffix(WRITING))
+        os.utime(aside)  # its parts may be old: the time to be named within begins now
         _sync(aside)
         os.rename(aside, made)
         _sync(made.parent)
@@ -220,15 +227,15 @@ class Snapshots:
         return aside
 
     def collect(
-        self, tx: Transaction, older_seconds: float = GRACE_SECONDS, unfinished_seconds: float = GRACE_SECONDS
+        self, store: Store, older_seconds: float = GRACE_SECONDS, unfinished_seconds: float = GRACE_SECONDS
     ) -> int:
         """Delete what no row names any more, and what was never finished; returns how many folders."""
         if not self.root.is_dir():
             return 0
         # Listed first: what is named between the listing and the look at the rows is seen there.
         folders = [each for each in self.root.glob("*/*") if each.is_dir()]
-        rows = tx.execute(sa.select(SEGMENT_SNAPSHOTS.c.location)).scalars()
-        named = {msgspec.json.decode(location, type=Location).folder for location in rows}
+        locations = store.read(lambda tx: tx.execute(sa.select(SEGMENT_SNAPSHOTS.c.location)).scalars().all())
+        named = {msgspec.json.decode(location, type=Location).folder for location in locations}
         removed = 0
         for folder in folders:
             age_max = unfinished_seconds if folder.name.endswith(WRITING) else older_seconds
@@ -239,6 +246,8 @@ class Snapshots:
 
     def _files(self, location: Location) -> list[Path]:
         folder = self.root / location.folder
+        if not self.root.is_dir():  # not mounted here: no segment is to blame
+            raise FolderRefused(f"{self.root} is not there", hint="segments.folder must be the same for all workers")
         if not folder.is_dir():
             raise SnapshotWrong(
                 f"the snapshot {folder} is gone", hint="segments.folder must be the same for all workers"
@@ -254,7 +263,7 @@ class Snapshots:
             if not groups:
                 return
             before = sum(file.metadata.row_group(at).num_rows for at in range(groups[0]))
-            batches = file.iter_batches(batch_size=self._settings.batch_rows, row_groups=groups, columns=[column])
+            batches = file.iter_batches(batch_size=self.settings.batch_rows, row_groups=groups, columns=[column])
             key = None if after is None else as_key(after, kind)
             for keys in checked((batch.column(0) for batch in batches), name, rows_before=before):
                 left = keys if key is None else keys[int(np.searchsorted(keys, key, side="right")) :]
@@ -262,7 +271,7 @@ class Snapshots:
                     yield left
 
     def _table_stream(self, location: Location, name: str, after: str | None) -> Iterator[Keys]:
-        yield from checked(sources.ids_in_place(self._settings, location, after, self._settings.batch_rows), name)
+        yield from checked(sources.ids_in_place(self.settings, location, after, self.settings.batch_rows), name)
 
 
 def open_parquet(path: Path, name: str) -> Any:
@@ -278,13 +287,13 @@ def as_key_like(user_id: str, keys: Keys) -> Any:
     """A user id as these ids are compared; None where it cannot be among them."""
     if id_type_of(keys) == "text":
         return user_id.encode()
-    return np.uint64(int(user_id)) if user_id.isascii() and user_id.isdigit() and int(user_id) < 2**64 else None
+    return np.uint64(int(user_id)) if is_number(user_id) else None
 
 
 def _comparable(user_id: str, kind: IdType, name: str) -> Any:
     if kind == "text":
         return user_id.encode()
-    if not user_id.isdigit():
+    if not is_number(user_id):
         raise SnapshotWrong(f"{name} has number ids, the diff was begun with {user_id!r}")
     return int(user_id)
 
@@ -300,7 +309,7 @@ def _may_hold(file: Any, group: int, low: Any, only: str | None, kind: IdType) -
     elif least < 0 or most < 0:  # signed in the file; the ids themselves are compared as unsigned
         return True
     if only is not None:
-        if kind == "number" and not only.isdigit():
+        if kind == "number" and not is_number(only):
             return False
         wanted: Any = int(only) if kind == "number" else only.encode()
         return bool(least <= wanted <= most)
@@ -309,6 +318,11 @@ def _may_hold(file: Any, group: int, low: Any, only: str | None, kind: IdType) -
 
 def _is_text(kind: Any) -> bool:
     return str(kind).endswith("string")
+
+
+def _bytes_of(keys: Keys) -> bytes:
+    """The same of the same ids, however they were cut into arrays: the width of text is that of the longest in one."""
+    return keys.tobytes() if id_type_of(keys) == "number" else b"\0".join([*keys.tolist(), b""])
 
 
 def _age(folder: Path) -> float:

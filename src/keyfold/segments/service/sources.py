@@ -1,13 +1,16 @@
 """Tables that segments are evaluated over: Parquet files or anything that Ibis connects to, one engine at a time."""
 
+import itertools
 import os
 import tempfile
 import uuid
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from keyfold.core.errors import BadInput
+from keyfold.segments.difference import is_number
 from keyfold.segments.settings import SegmentsSettings, TableSettings
 
 if TYPE_CHECKING:
@@ -61,9 +64,7 @@ def ids_in_place(
     """The user ids of a snapshot that is read where it lies, in order."""
     users = _in_place(settings, location)
     if after is not None:
-        import ibis
-
-        users = users.filter(users.user_id > ibis.literal(_as(users, after), type=users.user_id.type()))
+        users = users.filter(users.user_id > _as(users, after))
     with users.order_by("user_id").to_pyarrow_batches(chunk_size=batch_rows) as batches:
         for batch in batches:
             yield batch.column(0)
@@ -71,24 +72,34 @@ def ids_in_place(
 
 def contains(settings: SegmentsSettings, location: InPlace, user_id: str) -> bool:
     users = _in_place(settings, location)
-    if users.user_id.type().is_integer() and not user_id.isdigit():
+    if not users.user_id.type().is_string() and not is_number(user_id):
         return False
     return int(users.filter(users.user_id == _as(users, user_id)).count().execute()) > 0
 
 
 def must_be_condition(condition: str) -> None:
-    """One expression over the columns of the table: nothing that reads another table, or a file."""
-    import sqlglot
-    from sqlglot import exp
+    """One expression over the columns of the table: nothing that reads another table, or a file.
+
+    It may go to any engine, and what their functions can do nobody can list (`query_to_xml` of PostgreSQL runs a query,
+    `java_method` of Spark any code): so only those may be called that are known, DuckDB's own of values.
+    """
+    try:
+        import sqlglot
+        from sqlglot import exp
+    except ImportError:
+        raise BadInput(_NEEDS, hint=_INSTALL) from None
 
     try:
         parsed = sqlglot.parse_one(f"SELECT 1 FROM t WHERE ({condition})", read="duckdb")  # noqa: S608
+        tokens = sqlglot.tokenize(condition, read="duckdb")
     except sqlglot.errors.SqlglotError as error:
         raise BadInput(f"the condition is not SQL: {_first_line(error)}", place="condition") from None
+    except RecursionError:
+        raise BadInput("the condition is nested too deeply", place="condition") from None
     where = parsed.args.get("where")
     is_one = isinstance(parsed, exp.Select) and where is not None and isinstance(where.this, exp.Paren)
-    others = {"with_", "with", "group", "order", "limit", "having", "joins", "laterals", "qualify", "windows"}
-    if not is_one or any(parsed.args.get(each) for each in others):
+    others = {name for name, value in parsed.args.items() if value} - {"expressions", "from", "from_", "where"}
+    if not is_one or others:
         raise BadInput("the condition is more than one expression", place="condition")
     assert where is not None
     for each in where.find_all(exp.Select, exp.Table, exp.Subquery, exp.Union, exp.UDTF, exp.Command):
@@ -96,9 +107,50 @@ def must_be_condition(condition: str) -> None:
             f"the condition may only look at columns of its table, not at {each.sql(dialect='duckdb')[:50]!r}",
             place="condition",
         )
-    for call in where.find_all(exp.Anonymous):
-        if str(call.this).lower().startswith(("read_", "getenv", "glob", "parquet_", "sniff_")):
-            raise BadInput(f"the condition may not call {call.this}", place="condition")
+    for token, following in itertools.pairwise(tokens):
+        called = token.text.lower()
+        is_word = called[:1].isalpha() or called[:1] == "_" or token.token_type.name == "IDENTIFIER"
+        if following.text == "(" and is_word and called not in _WORDS and called not in _functions():
+            raise BadInput(
+                f"the condition may not call {token.text[:50]}",
+                place="condition",
+                hint="It may call the scalar functions of DuckDB",
+            )
+
+
+_NEEDS, _INSTALL = "an evaluation needs Ibis and DuckDB", "pip install 'keyfold[bulk]'"
+# What may stand before a parenthesis without being a function: operators, syntax, types with a length.
+_WORDS = frozenset(
+    """and or not in any all some is like ilike glob between similar to escape case when then else end if as distinct
+    cast try_cast try extract coalesce nullif substring position trim overlay interval array struct map row lambda
+    columns exclude from by collate numeric decimal dec varchar char bpchar text string bit time timestamp float
+    enum union date""".split()  # noqa: SIM905
+)
+# Of DuckDB's scalar functions, those that look at more than their arguments, or wait.
+_FORBIDDEN = (
+    "current_query",
+    "current_setting",
+    "currval",
+    "getenv",
+    "getvariable",
+    "nextval",
+    "sleep_ms",
+    "write_log",
+)
+
+
+@cache
+def _functions() -> frozenset[str]:
+    try:
+        import duckdb
+    except ImportError:
+        raise BadInput(_NEEDS, hint=_INSTALL) from None
+    with duckdb.connect() as connection:
+        rows = connection.execute(
+            "SELECT DISTINCT function_name FROM duckdb_functions()"
+            " WHERE schema_name = 'main' AND function_type IN ('scalar', 'macro')"
+        ).fetchall()
+    return frozenset(name.lower() for (name,) in rows).difference(_FORBIDDEN)
 
 
 def _settings_of(settings: SegmentsSettings, table: str) -> TableSettings:
@@ -111,7 +163,7 @@ def _opened(settings: SegmentsSettings, own: TableSettings, table: str) -> "ir.T
     try:
         import ibis
     except ImportError:
-        raise BadInput("an evaluation needs Ibis and DuckDB", hint="pip install 'keyfold[bulk]'") from None
+        raise BadInput(_NEEDS, hint=_INSTALL) from None
     try:
         if "://" in own.url:
             return ibis.connect(own.url).table(own.name)
@@ -167,8 +219,17 @@ def _user_id(opened: "ir.Table", own: TableSettings, table: str) -> Any:
         raise BadInput(
             f"{own.user_id} of {table} is {column.type()}, not whole numbers or text", place=f"segments.tables.{table}"
         )
-    is_spark = opened.get_backend().name == "pyspark"
-    return column.cast("decimal(20, 0)" if is_spark else "uint64")
+    return _unsigned(column, "decimal(20, 0)" if opened.get_backend().name == "pyspark" else "uint64")
+
+
+def _unsigned(column: Any, kind: str) -> Any:
+    """Numbers as unsigned; a negative one, from a signed column, is the upper half."""
+    if not column.type().is_signed_integer():
+        return column.cast(kind)
+    import ibis
+
+    upper = (column.cast("decimal(38, 0)") + ibis.literal(2**64, type="decimal(38, 0)")).cast(kind)
+    return ibis.ifelse(column < 0, upper, ibis.greatest(column, 0).cast(kind))
 
 
 def _chosen(opened: "ir.Table", condition: str) -> "ir.Table":
@@ -187,7 +248,11 @@ def _in_place(settings: SegmentsSettings, location: InPlace) -> "ir.Table":
 
 
 def _as(users: "ir.Table", user_id: str) -> Any:
-    return user_id if users.user_id.type().is_string() else int(user_id)
+    """As a value of the column's type: Ibis takes a plain number above 2**63 for one that equals no id."""
+    import ibis
+
+    kind = users.user_id.type()
+    return ibis.literal(user_id if kind.is_string() else int(user_id), type=kind)
 
 
 def _first_line(error: Exception) -> str:

@@ -110,6 +110,7 @@ class Tick:
         read = (old.fingerprint(), new.fingerprint())
         if any(one not in (UNKNOWN, two) for one, two in zip(before, read, strict=True)):
             raise SnapshotWrong("a snapshot has changed while it was read", hint="Retry it")
+        _old_must_be_what_was_applied(row, pair, counts, read[0])
         if not row.chunks:
             self._move(held, counts=_json(Checked(row.target_version or 0, counts, *read)))
         elif known is None or (known.old, known.new) != read:
@@ -196,7 +197,7 @@ class Tick:
 
     def _fail(self, held: Ticketed, reason: str) -> None:
         """Nothing that a further try would mend; a diff that was begun stays begun."""
-        changes = {} if held.row.chunks else {"target_version": None, "counts": ""}
+        changes = {} if held.row.chunks else {"target_version": None}
         self._move(held, stage="failed", reason=reason[:REASON_MAX], **changes)
         metrics.DIFFS.labels("failed").inc()
         log.error("a diff has failed", segment=self._segment_id, reason=reason)
@@ -234,6 +235,23 @@ def _compared(tx: Transaction, row: Queued) -> tuple[Segment, Pair]:
     old = None if row.diff_version is None else snapshots.find(tx, row.segment_id, row.diff_version)
     new = snapshots.find(tx, row.segment_id, row.target_version or 0)
     return described(tx, [row.segment_id])[row.segment_id], Pair(old, new)
+
+
+def _old_must_be_what_was_applied(row: Queued, pair: Pair, counts: Counts, fingerprint: str) -> None:
+    """Whom an old snapshot has lost since it was applied, no diff would ever remove again.
+
+    Files may be restored, with other times, so their rows are compared; of a table, all that was read.
+    """
+    known = row.checked
+    if pair.old is None or known is None:
+        return
+    is_last = known.target_version == row.diff_version
+    applied = (known.counts.new_rows, known.new) if is_last else (known.counts.old_rows, known.old)
+    if counts.old_rows != applied[0] or (pair.old.location.table and fingerprint != applied[1]):
+        raise SnapshotWrong(
+            f"the old snapshot has {counts.old_rows} users that are not the {applied[0]} that were applied",
+            hint=_OFF_AND_ON,
+        )
 
 
 def _json(checked: Checked) -> str:

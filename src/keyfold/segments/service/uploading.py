@@ -4,6 +4,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +12,25 @@ from msgspec import Struct
 
 from keyfold.core.errors import BadInput, Conflict, NotFound
 from keyfold.core.store import Store, Transaction
-from keyfold.segments.difference import SnapshotWrong, as_text, checked, id_type_of
+from keyfold.segments.difference import SnapshotWrong, as_text, checked
 from keyfold.segments.service import queueing, snapshots
 from keyfold.segments.service.describing import described
 from keyfold.segments.service.queueing import Queued
-from keyfold.segments.service.snapshots import USER_ID, WRITING, Location, Snapshots, open_parquet
+from keyfold.segments.service.snapshots import (
+    USER_ID,
+    WRITING,
+    FolderRefused,
+    Location,
+    Snapshots,
+    columns_of,
+    open_parquet,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 PARTS_MAX = 10_000
+ROWS = 65_536
 _UPLOAD_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -73,8 +83,15 @@ class Uploads:
 
     def begin(self, segment_id: str) -> str:
         must_take_uploads(self._store, segment_id)
+        begun = len(list((self._snapshots.root / segment_id).glob(f"*{WRITING}")))
+        if begun >= self._snapshots.settings.uploads_max:
+            raise Conflict(
+                f"{begun} uploads of {segment_id} are begun and not finished",
+                hint=f"Finish one; what is left alone is forgotten after {self._snapshots.settings.upload_hours} hours",
+            )
         upload_id = secrets.token_hex(16)
-        self._folder(segment_id, upload_id).mkdir(parents=True)
+        with _written():
+            self._folder(segment_id, upload_id).mkdir(parents=True)
         return upload_id
 
     def put(self, segment_id: str, upload_id: str, number: int, user_ids: Sequence[int | str]) -> PartTaken:
@@ -84,17 +101,20 @@ class Uploads:
 
         folder = self._known(segment_id, upload_id)
         ids = arrow_ids(user_ids)
-        (keys,) = checked([ids], f"part {number}")
+        first, last, _ = _ends((ids[at : at + ROWS] for at in range(0, len(ids), ROWS)), f"part {number}")
         path = folder / f"{number:06}.parquet"
         aside = folder / f"{number:06}.{secrets.token_hex(4)}.aside"
-        parquet.write_table(pa.table({USER_ID: ids}), aside, use_dictionary=False, compression="lz4")
-        with aside.open("rb") as file:
-            os.fsync(file.fileno())
         try:
-            os.rename(aside, path)
+            with _written():
+                parquet.write_table(pa.table({USER_ID: ids}), aside, use_dictionary=False, compression="lz4")
+                with aside.open("rb") as file:
+                    os.fsync(file.fileno())
+                os.rename(aside, path)
         except FileNotFoundError:
             raise _unknown(upload_id) from None
-        return PartTaken(number, len(keys), as_text(keys[0]), as_text(keys[-1]))
+        finally:
+            aside.unlink(missing_ok=True)
+        return PartTaken(number, len(ids), as_text(first), as_text(last))
 
     def finish(self, segment_id: str, upload_id: str, parts: int) -> Queued:
         """All parts are there: they become the next snapshot of the segment. The answer to a repeat is 404."""
@@ -110,7 +130,8 @@ class Uploads:
         for left in folder.glob("*.aside"):
             left.unlink()
         try:
-            location = self._snapshots.publish(folder)
+            with _written():
+                location = self._snapshots.publish(folder)
         except FileNotFoundError:
             raise _unknown(upload_id) from None
         return accept(self._store, segment_id, location, rows)
@@ -142,11 +163,13 @@ def line_ids(lines: Iterable[str], id_type: str, batch_rows: int) -> "Iterator[p
     for number, line in enumerate(lines, 1):
         text = line.rstrip("\r\n")
         if id_type == "number":
-            if not (text.isascii() and text.isdigit() and int(text) < 2**64):
+            if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) < 2**64):
                 raise SnapshotWrong(
                     f"{text[:50]!r} is not a number of 64 bits", place=f"line {number}", hint="--ids text reads text"
                 )
             batch.append(int(text))
+        elif any("\ud800" <= each <= "\udfff" for each in text):  # as stdin gives bytes that are no text
+            raise SnapshotWrong("this is not text in UTF-8", place=f"line {number}")
         else:
             batch.append(text)
         if len(batch) >= batch_rows:
@@ -158,20 +181,43 @@ def line_ids(lines: Iterable[str], id_type: str, batch_rows: int) -> "Iterator[p
 
 def _must_follow(paths: Sequence[Path]) -> int:
     """Every part begins behind the end of the one before it."""
-    rows, last, kind = 0, None, ""
+    rows, last = 0, None
     for path in paths:
-        with open_parquet(path, path.name) as file:
-            ids = file.read(columns=[USER_ID]).column(0).combine_chunks()
-        (keys,) = checked([ids], f"part {int(path.stem)}")
-        if kind and id_type_of(keys) != kind:
-            raise SnapshotWrong("numbers in one part and text in another", place=f"part {int(path.stem)}")
-        if last is not None and keys[0] <= last:
+        place = f"part {int(path.stem)}"
+        with open_parquet(path, place) as file:
+            first, following, count = _ends(columns_of(file.iter_batches(ROWS, columns=[USER_ID])), place)
+        if last is not None and isinstance(first, bytes) != isinstance(last, bytes):
+            raise SnapshotWrong("numbers in one part and text in another", place=place)
+        if last is not None and first <= last:
             raise SnapshotWrong(
-                f"user {as_text(keys[0])} does not come after {as_text(last)}, the last of the part before",
-                place=f"part {int(path.stem)}",
+                f"user {as_text(first)} does not come after {as_text(last)}, the last of the part before", place=place
             )
-        rows, last, kind = rows + len(keys), keys[-1], id_type_of(keys)
+        rows, last = rows + count, following
     return rows
+
+
+def _ends(batches: "Iterable[pa.Array]", name: str) -> tuple[Any, Any, int]:
+    """The first and the last id of a part that must not be empty, and how many there are; a batch in memory at once.
+
+    Ids of text are compared in the width of the longest: one long id among a part's million would take gigabytes.
+    """
+    first = last = None
+    rows = 0
+    for keys in checked(batches, name):
+        first = keys[0] if first is None else first
+        rows, last = rows + len(keys), keys[-1]
+    return first, last, rows
+
+
+@contextmanager
+def _written() -> Iterator[None]:
+    """What the disk refuses is said as such. A folder that is gone is the caller's to explain."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise FolderRefused(f"the upload cannot be kept: {error.strerror or error}", place="segments.folder") from None
 
 
 def _unknown(upload_id: str) -> NotFound:
