@@ -3,7 +3,7 @@
 import structlog
 
 from keyfold.core.context import Context
-from keyfold.core.errors import BadInput, Conflict, KeyfoldError, Unavailable
+from keyfold.core.errors import BadInput, Conflict, KeyfoldError, LeaseLost, Unavailable
 from keyfold.core.leases.holding import Holding
 from keyfold.core.store import Transaction
 from keyfold.segments import metrics
@@ -33,8 +33,8 @@ class Evaluator:
             try:
                 if self.evaluate(segment_id, holder) is not None:
                     return True
-            except Unavailable:
-                raise
+            except (LeaseLost, Unavailable):
+                raise  # nothing is wrong with the segment
             except KeyfoldError as error:
                 self._fail(segment_id, str(error))
                 return True

@@ -4,6 +4,9 @@ A snapshot is written aside, synced, and becomes visible under its own name, whi
 row name it. Files that no row names are deleted some time later.
 """
 
+import contextlib
+import errno
+import itertools
 import os
 import shutil
 import time
@@ -19,7 +22,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from keyfold.core.context import Context
-from keyfold.core.errors import BadInput, NotFound, StoreRefused
+from keyfold.core.errors import BadInput, KeyfoldError, NotFound, StoreFull, StoreRefused
 from keyfold.core.store import Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import insert, load
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
 USER_ID = "user_id"
 ROW_GROUP_ROWS = 262_144
-WRITING = ".writing"
+WRITING, DELETING = ".writing", ".deleting"
 # A folder that no row names may belong to a transaction that has yet to commit.
 GRACE_SECONDS = 3_600
 UNKNOWN = "?"
@@ -87,6 +90,13 @@ def name(tx: Transaction, segment_id: str, version: int, location: Location, row
         "made_at_us": [tx.now_us],
     }
     insert(tx, SEGMENT_SNAPSHOTS, row)
+
+
+def count(tx: Transaction, segment_id: str, version: int, rows: int) -> None:
+    """Say how many users a snapshot had when it was diffed: as the old one of the next diff it must have as many."""
+    named = SEGMENT_SNAPSHOTS.c
+    this = (named.segment_id == segment_id) & (named.evaluation_version == version)
+    tx.execute(sa.update(SEGMENT_SNAPSHOTS).where(this, named.rows != rows).values(rows=rows))
 
 
 def forget(tx: Transaction, row: Queued) -> None:
@@ -177,7 +187,7 @@ class Snapshots:
     def write(self, segment_id: str, ids: "Iterable[pa.Array]", name: str) -> Written:
         """Write a snapshot, checking it; whoever looks sees nothing or the whole."""
         pa, pq = _library()
-        aside = self._fresh(segment_id)
+        aside = self.begin(segment_id, uuid.uuid4().hex)
         rows, kind, writer = 0, None, None
         try:
             for keys in checked(ids, name):
@@ -196,28 +206,35 @@ class Snapshots:
                 _sync(aside / "0000.parquet")
             return Written(self.publish(aside), rows, kind)
         except OSError as error:
-            raise StoreRefused(f"the snapshot cannot be written: {error}", place="segments.folder") from None
+            raise not_written(error) from None
         finally:
             if writer is not None:
-                writer.close()
+                with contextlib.suppress(OSError):  # a full disk does not take the end of the file either
+                    writer.close()
             shutil.rmtree(aside, ignore_errors=True)
 
     def publish(self, aside: Path) -> Location:
         """A folder that was written aside gets its name."""
         made = aside.with_name(aside.name.removesuffix(WRITING))
+        os.utime(aside)  # parts may have come long ago: the time in which nobody deletes it begins now
         _sync(aside)
         os.rename(aside, made)
         _sync(made.parent)
         _sync(self.root)
         return Location(folder=str(made.relative_to(self.root)))
 
-    def _fresh(self, segment_id: str) -> Path:
-        aside = self.root / segment_id / f"{uuid.uuid4().hex}{WRITING}"
+    def begin(self, segment_id: str, name: str) -> Path:
+        """A folder to write to, aside."""
+        aside = self.aside(segment_id, name)
         try:
-            aside.mkdir(parents=True)
+            _make_folder(aside.parent)
+            aside.mkdir()
         except OSError as error:
-            raise StoreRefused(f"the snapshot cannot be written: {error}", place="segments.folder") from None
+            raise not_written(error) from None
         return aside
+
+    def aside(self, segment_id: str, name: str) -> Path:
+        return self.root / segment_id / f"{name}{WRITING}"
 
     def collect(
         self, tx: Transaction, older_seconds: float = GRACE_SECONDS, unfinished_seconds: float = GRACE_SECONDS
@@ -233,8 +250,7 @@ class Snapshots:
         for folder in folders:
             age_max = unfinished_seconds if folder.name.endswith(WRITING) else older_seconds
             if str(folder.relative_to(self.root)) not in named and _age(folder) > age_max:
-                shutil.rmtree(folder, ignore_errors=True)
-                removed += 1
+                removed += _delete(folder)
         return removed
 
     def _files(self, location: Location) -> list[Path]:
@@ -317,6 +333,31 @@ def _age(folder: Path) -> float:
     except FileNotFoundError:
         return 0.0
     return time.time() - newest
+
+
+def _delete(folder: Path) -> bool:
+    """Delete a folder, unless its upload is being finished: it is renamed first, which only one of the two can do."""
+    gone = folder if folder.name.endswith(DELETING) else folder.with_name(folder.name + DELETING)
+    try:
+        os.rename(folder, gone)
+    except OSError:
+        return False
+    shutil.rmtree(gone, ignore_errors=True)
+    return True
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and those above it that are not there, each of them to stay after a loss of power."""
+    missing = list(itertools.takewhile(lambda each: not each.is_dir(), (folder, *folder.parents)))
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        _sync(each.parent)
+
+
+def not_written(error: OSError) -> KeyfoldError:
+    """What the file system said of a snapshot that was to be written."""
+    kind = StoreFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreRefused
+    return kind(f"the snapshot cannot be written: {error}", place="segments.folder")
 
 
 def _sync(path: Path) -> None:

@@ -110,6 +110,11 @@ class Tick:
         read = (old.fingerprint(), new.fingerprint())
         if any(one not in (UNKNOWN, two) for one, two in zip(before, read, strict=True)):
             raise SnapshotWrong("a snapshot has changed while it was read", hint="Retry it")
+        if pair.old is not None and counts.old_rows != pair.old.rows:
+            # Whoever is missing there would stay in the segment for good.
+            raise SnapshotWrong(
+                f"the old snapshot has {counts.old_rows} users, {pair.old.rows} were applied", hint=_OFF_AND_ON
+            )
         if not row.chunks:
             self._move(held, counts=_json(Checked(row.target_version or 0, counts, *read)))
         elif known is None or (known.old, known.new) != read:
@@ -174,8 +179,10 @@ class Tick:
 
     def _finish(self, held: Ticketed) -> None:
         def work(tx: Transaction) -> Queued:
-            target = held.row.target_version
+            target, checked = held.row.target_version, held.row.checked
             row = held.step(tx)
+            if target is not None and checked is not None:
+                snapshots.count(tx, row.segment_id, target, checked.counts.new_rows)
             stage = "awaiting_diff" if row.evaluation_version > (target or 0) else "done"
             done = queueing.save(
                 tx,

@@ -15,7 +15,7 @@ from keyfold.segments.difference import SnapshotWrong, as_text, checked, id_type
 from keyfold.segments.service import queueing, snapshots
 from keyfold.segments.service.describing import described
 from keyfold.segments.service.queueing import Queued
-from keyfold.segments.service.snapshots import USER_ID, WRITING, Location, Snapshots, open_parquet
+from keyfold.segments.service.snapshots import USER_ID, Location, Snapshots, not_written, open_parquet
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -74,7 +74,7 @@ class Uploads:
     def begin(self, segment_id: str) -> str:
         must_take_uploads(self._store, segment_id)
         upload_id = secrets.token_hex(16)
-        self._folder(segment_id, upload_id).mkdir(parents=True)
+        self._snapshots.begin(segment_id, upload_id)
         return upload_id
 
     def put(self, segment_id: str, upload_id: str, number: int, user_ids: Sequence[int | str]) -> PartTaken:
@@ -87,13 +87,16 @@ class Uploads:
         (keys,) = checked([ids], f"part {number}")
         path = folder / f"{number:06}.parquet"
         aside = folder / f"{number:06}.{secrets.token_hex(4)}.aside"
-        parquet.write_table(pa.table({USER_ID: ids}), aside, use_dictionary=False, compression="lz4")
-        with aside.open("rb") as file:
-            os.fsync(file.fileno())
         try:
+            parquet.write_table(pa.table({USER_ID: ids}), aside, use_dictionary=False, compression="lz4")
+            with aside.open("rb") as file:
+                os.fsync(file.fileno())
             os.rename(aside, path)
         except FileNotFoundError:
             raise _unknown(upload_id) from None
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            raise not_written(error) from None
         return PartTaken(number, len(keys), as_text(keys[0]), as_text(keys[-1]))
 
     def finish(self, segment_id: str, upload_id: str, parts: int) -> Queued:
@@ -107,19 +110,18 @@ class Uploads:
         if len(there) > parts:
             raise BadInput(f"there are {len(there)} parts, not {parts}", place="parts")
         rows = _must_follow(paths)
-        for left in folder.glob("*.aside"):
-            left.unlink()
         try:
+            for left in folder.glob("*.aside"):
+                left.unlink()
             location = self._snapshots.publish(folder)
         except FileNotFoundError:
             raise _unknown(upload_id) from None
+        except OSError as error:
+            raise not_written(error) from None
         return accept(self._store, segment_id, location, rows)
 
-    def _folder(self, segment_id: str, upload_id: str) -> Path:
-        return self._snapshots.root / segment_id / f"{upload_id}{WRITING}"
-
     def _known(self, segment_id: str, upload_id: str) -> Path:
-        folder = self._folder(segment_id, upload_id)
+        folder = self._snapshots.aside(segment_id, upload_id)
         if not _UPLOAD_ID.fullmatch(upload_id) or not folder.is_dir():
             raise _unknown(upload_id)
         return folder
