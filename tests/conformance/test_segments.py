@@ -16,7 +16,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from keyfold.core.clock import ManualClock
-from keyfold.core.errors import BadInput, Conflict, LeaseLost, NotFound, StoreBusy, TicketRefused, Unavailable
+from keyfold.core.errors import (
+    BadInput,
+    Conflict,
+    LeaseLost,
+    NotFound,
+    StoreBusy,
+    StoreUnreachable,
+    TicketRefused,
+    Unavailable,
+)
 from keyfold.core.leases.holding import Holding
 from keyfold.segments.difference import SnapshotWrong
 from keyfold.segments.model import SegmentId
@@ -465,14 +474,40 @@ def test_an_upload_in_parts_becomes_a_snapshot_when_it_is_finished(segments: Seg
     with pytest.raises(SnapshotWrong, match="numbers and text"):
         uploads.put("a", upload_id, 3, [5, "x"])
     assert uploads.finish("a", upload_id, 2).evaluation_version == 1
+    assert uploads.finish("a", upload_id, 2).evaluation_version == 1, "a repeat is answered as the first"
+    segments.create("b")
     with pytest.raises(NotFound, match="no upload"):
-        uploads.finish("a", upload_id, 2)
+        uploads.finish("b", upload_id, 2)
     with pytest.raises(NotFound, match="no upload"):
         uploads.put("a", upload_id, 1, [1])
     with pytest.raises(NotFound):
         uploads.put("a", "../../etc", 1, [1])
     segments.tick_all()
     assert set(segments.stored()) == {"1", "5", "7", "8", str(2**64 - 1)}
+
+
+@pytest.mark.spec("SEG-10")
+def test_an_upload_whose_finish_was_cut_short_is_finished_by_a_repeat_and_never_twice(
+    segments: Segments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments.create("a")
+    uploads = Uploads(segments.store, segments.snapshots)
+    upload_id = uploads.begin("a")
+    uploads.put("a", upload_id, 1, [1, 5])
+
+    def cut(*_: object) -> None:
+        raise StoreUnreachable("the store went away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(uploading, "accept", cut)
+        with pytest.raises(StoreUnreachable):
+            uploads.finish("a", upload_id, 1)
+    assert uploads.finish("a", upload_id, 1).evaluation_version == 1
+    segments.tick_all()
+    segments.upload("a", [1, 5, 6])
+    segments.tick_all()
+    assert uploads.finish("a", upload_id, 1).evaluation_version == 2, "an older snapshot does not come back"
+    assert segments.names(6) == {"6": ["a"]}
 
 
 @pytest.mark.spec("SEG-10")

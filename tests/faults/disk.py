@@ -1,7 +1,7 @@
 """A disk that lost its power: rebuilt from a recorded run, with any part of what was not synced yet.
 
 What was synced is there. Of later writes any subset of 512-byte sectors is, in any combination; of names made or
-removed since the directory was synced, any first few. The shared-memory file and the lock files do not outlive a
+removed since their directory was synced, any first few. The shared-memory file and the lock files do not outlive a
 crash by design and are left out.
 """
 
@@ -16,15 +16,17 @@ import msgspec
 from tests.faults.scenario import Ack
 
 SECTOR_BYTES = 512
-RECORDED = "openat,pwrite64,pwritev,write,fsync,fdatasync,ftruncate,fallocate,unlink,unlinkat,rename"
+RECORDED = "openat,pwrite64,pwritev,write,fsync,fdatasync,ftruncate,fallocate,unlink,unlinkat,rename,mkdir,rmdir"
 # How much of what was not synced survives: power fails early, late, or anywhere between.
 SURVIVAL = (0.0, 0.1, 0.5, 0.5, 0.9, 1.0)
 
-_CALL = re.compile(r'(\w+)\((?:AT_FDCWD<[^>]*>, |\d+<([^>]*)>)?(?:, )?(?:"([^"]*)")?(?:\.\.\.)?(.*)\)\s+= (-?\d+)')
+_CALL = re.compile(
+    r'(\w+)\((?:AT_FDCWD<[^>]*>, |\d+<([^>]*)>(?:\(deleted\))?)?(?:, )?(?:"([^"]*)")?(?:\.\.\.)?(.*)\)\s+= (-?\d+)'
+)
 
 
 class Write(NamedTuple):
-    offset: int
+    offset: int | None  # None: at the end
     data: bytes
 
 
@@ -33,10 +35,11 @@ class Truncate(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One recorded act: make, unlink, write, truncate, sync, sync directory, or acknowledge."""
+    """One recorded act: make, make directory, rename, unlink, write, truncate, sync, sync directory, or acknowledge."""
 
     act: str
-    name: str = ""
+    name: str = ""  # below the directory that is looked at
+    to: str = ""
     change: Write | Truncate | None = None
     ack: Ack | None = None
 
@@ -54,33 +57,42 @@ def recorded(trace: Path, directory: Path) -> list[Operation]:
             continue
         call, opened, text, rest, _ = match.groups()
         path = Path(_bytes(opened or text or "").decode())
-        if call == "write" and path.parent != directory:
+        if call == "unlinkat" and opened:
+            path /= _bytes(text).decode()
+        if call == "write" and directory not in path.parents:
             word, _, ack = _bytes(text).partition(b" ")
             if word == b"ack":
                 found.append(Operation("ack", ack=msgspec.json.decode(ack, type=Ack)))
         elif path == directory:
             if call == "fsync":
                 found.append(Operation("sync directory"))
-        elif path.parent == directory and not path.name.endswith(("-shm", "-next", "-writer")):
-            found.extend(_act(call, path.name, text, rest))
+        elif directory in path.parents and not path.name.endswith(("-shm", "-next", "-writer")):
+            found.extend(_act(call, str(path.relative_to(directory)), text, rest, directory))
     return found
 
 
-def _act(call: str, name: str, text: str | None, rest: str) -> Iterator[Operation]:
+def _act(call: str, name: str, text: str | None, rest: str, directory: Path) -> Iterator[Operation]:
     if call == "openat":
         if "O_CREAT" in rest:
             yield Operation("make", name)
+    elif call == "mkdir":
+        yield Operation("make directory", name)
+    elif call == "rename":
+        to = Path(_bytes(rest.strip(', "')).decode())
+        yield Operation("rename", name, str(to.relative_to(directory)))
     elif call in {"fsync", "fdatasync"}:
         yield Operation("sync", name)
-    elif call == "unlink":
+    elif call in {"unlink", "unlinkat", "rmdir"}:
         yield Operation("unlink", name)
     elif call == "ftruncate":
-        yield Operation("truncate", name, Truncate(int(rest.split(",")[-1])))
+        yield Operation("truncate", name, change=Truncate(int(rest.split(",")[-1])))
     elif call == "pwrite64":
         data = _bytes(text or "")
         count, offset = map(int, rest.split(",")[-2:])
         assert len(data) == count, f"strace left off {count - len(data)} bytes"
-        yield Operation("write", name, Write(offset, data))
+        yield Operation("write", name, change=Write(offset, data))
+    elif call == "write":
+        yield Operation("write", name, change=Write(None, _bytes(text or "")))
     else:
         raise AssertionError(f"the model of the disk does not know {call} of {name}")
 
@@ -93,10 +105,34 @@ class _File:
     def __init__(self, content: bytes = b"") -> None:
         self.durable = bytearray(content)
         self.pending: list[Write | Truncate] = []
+        self.size = len(content)
+
+    def change(self, change: Write | Truncate) -> None:
+        if isinstance(change, Write):
+            change = Write(self.size if change.offset is None else change.offset, change.data)
+            self.size = max(self.size, _begin(change) + len(change.data))
+        else:
+            self.size = change.size
+        self.pending.append(change)
 
     def sync(self) -> None:
         for change in self.pending:
             _apply(self.durable, change)
+        self.pending.clear()
+
+
+class _Directory:
+    def __init__(self) -> None:
+        self.durable: dict[str, _File | _Directory] = {}
+        self.live: dict[str, _File | _Directory] = {}
+        self.pending: list[dict[str, _File | _Directory | None]] = []  # names made, or removed: None
+
+    def change(self, names: "dict[str, _File | _Directory | None]") -> None:
+        self.pending.append(names)
+        _name(self.live, names)
+
+    def sync(self) -> None:
+        self.durable = dict(self.live)
         self.pending.clear()
 
 
@@ -113,50 +149,73 @@ class Disk:
     """Follows a recording, and crashes at any point of it."""
 
     def __init__(self, name: str, content: bytes) -> None:
-        self._made: list[tuple[str, _File | None]] = []  # names made (or removed: None) since the directory's sync
-        self._names: dict[str, _File] = {name: _File(content)}
-        self._live = dict(self._names)
+        self._root = _Directory()
+        self._root.change({name: _File(content)})
+        self._root.sync()
         self._ack: Ack | None = None
         self._part = "ground"
 
     def do(self, operation: Operation) -> None:
-        act, name, change, ack = operation
+        act, path, to, change, ack = operation
+        directory, name = self._place(path)
         if ack is not None:
             self._part = ack.part
             self._ack = ack if ack.counts else self._ack
-        elif act == "make":
-            if name not in self._live:
-                self._live[name] = _File()
-                self._made.append((name, self._live[name]))
+        elif act in ("make", "make directory"):
+            if name not in directory.live:
+                directory.change({name: _File() if act == "make" else _Directory()})
         elif act == "unlink":
-            del self._live[name]
-            self._made.append((name, None))
+            directory.change({name: None})
+        elif act == "rename":
+            other, new = self._place(to)
+            assert other is directory, "the model of the disk only renames within a directory"
+            directory.change({name: None, new: directory.live[name]})
         elif act == "sync directory":
-            self._names = dict(self._live)
-            self._made.clear()
+            self._root.sync()
         elif act == "sync":
-            self._live[name].sync()
+            directory.live[name].sync()
         elif change is not None:
-            self._live[name].pending.append(change)
+            self._file(directory.live[name]).change(change)
+
+    def _place(self, path: str) -> tuple[_Directory, str]:
+        *above, name = path.split("/")
+        directory = self._root
+        for each in above:
+            below = directory.live[each]
+            assert isinstance(below, _Directory)
+            directory = below
+        return directory, name
+
+    def _file(self, found: _File | _Directory) -> _File:
+        assert isinstance(found, _File)
+        return found
 
     def crash(self, chance: random.Random) -> Crash:
-        names: dict[str, _File | None] = dict(self._names)
-        names.update(self._made[: chance.randint(0, len(self._made))])
-        survival = chance.choice(SURVIVAL)
+        files: dict[str, bytes] = {}
+        lost = self._left(self._root, "", chance.choice(SURVIVAL), chance, files)
+        return Crash(files, self._ack, self._part, lost)
+
+    def _left(
+        self, directory: _Directory, above: str, survival: float, chance: random.Random, files: dict[str, bytes]
+    ) -> int:
+        """Put what a crash leaves of a directory into `files`; returns how many sectors were lost."""
+        names = dict(directory.durable)
+        for each in directory.pending[: chance.randint(0, len(directory.pending))]:
+            _name(names, each)
         lost = 0
-        files = {}
-        for name, file in names.items():
-            if file is None:
+        for name, found in names.items():
+            if isinstance(found, _Directory):
+                lost += self._left(found, f"{above}{name}/", survival, chance, files)
                 continue
-            content = bytearray(file.durable)
-            for change in file.pending:
+            content = bytearray(found.durable)
+            for change in found.pending:
                 for piece in _sectors(change):
                     if chance.random() < survival:
                         _apply(content, piece)
                     else:
                         lost += 1
-            files[name] = bytes(content)
-        return Crash(files, self._ack, self._part, lost)
+            files[above + name] = bytes(content)
+        return lost
 
 
 def crashes(
@@ -178,10 +237,11 @@ def _sectors(change: Write | Truncate) -> Iterator[Write | Truncate]:
     if isinstance(change, Truncate):
         yield change
         return
-    start, end = change.offset, change.offset + len(change.data)
+    begin = start = _begin(change)
+    end = begin + len(change.data)
     while start < end:
         following = min(end, (start // SECTOR_BYTES + 1) * SECTOR_BYTES)
-        yield Write(start, change.data[start - change.offset : following - change.offset])
+        yield Write(start, change.data[start - begin : following - begin])
         start = following
 
 
@@ -190,5 +250,19 @@ def _apply(content: bytearray, change: Write | Truncate) -> None:
         del content[change.size :]
         content.extend(bytes(change.size - len(content)))
     else:
-        content.extend(bytes(max(0, change.offset - len(content))))
-        content[change.offset : change.offset + len(change.data)] = change.data
+        begin = _begin(change)
+        content.extend(bytes(max(0, begin - len(content))))
+        content[begin : begin + len(change.data)] = change.data
+
+
+def _begin(change: Write) -> int:
+    assert change.offset is not None, "where a write goes is known once it is done"
+    return change.offset
+
+
+def _name(names: "dict[str, _File | _Directory]", changes: "dict[str, _File | _Directory | None]") -> None:
+    for name, found in changes.items():
+        if found is None:
+            del names[name]
+        else:
+            names[name] = found

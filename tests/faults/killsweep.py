@@ -14,9 +14,10 @@ from tests.faults.nursery import Desk, Nursery, Run
 from tests.faults.scenario import Order
 
 # The calls that change a file, its name, or who may write it; and those that say when a change is safe.
-KINDS = ("pwrite64", "fsync", "ftruncate", "unlink", "openat", "fcntl", "flock", "mmap", "close")
+FILES = ("write", "mkdir", "rename", "unlinkat", "rmdir")  # of files beside the store
+KINDS = ("pwrite64", "fsync", "ftruncate", "unlink", "openat", "fcntl", "flock", "mmap", "close", *FILES)
 # Those that a failing disk answers with an error.
-FAILING = ("pwrite64", "fsync", "ftruncate")
+FAILING = ("pwrite64", "fsync", "ftruncate", "write", "mkdir", "rename")
 ERRORS = ("EIO", "ENOSPC")
 KILLED = -9
 
@@ -89,12 +90,13 @@ def points(nursery: Nursery, desk: Desk, *, plant: str = "", path: WritePath = T
     """Every point of the scenario's writing, counted in a run that lives."""
     trace = desk.path.parent / "trace"
     desk.clear()
-    options = ["-y", "-s", "1000", "-o", str(trace), "-e", f"trace=write,{','.join(KINDS)}"]
+    options = ["-y", "-s", "1000", "-o", str(trace), "-e", f"trace={','.join(KINDS)}"]
     run = nursery.run(Order(desk.url, path.name, plant=plant), options)
     assert run.status == 0, "the scenario fails by itself"
     calls: Counter[str] = Counter()
     found = []
     part = "ground"
+    desk.beside.clear()
     for line in trace.read_text().splitlines():
         kind = line.partition("(")[0]
         if said := re.search(r'"ack .*part\\":\\"(\w+)', line):
@@ -102,6 +104,7 @@ def points(nursery: Nursery, desk: Desk, *, plant: str = "", path: WritePath = T
         elif kind in KINDS and str(desk.path.parent) in line:
             calls[kind] += 1
             found.append(Point(kind, calls[kind], part))
+            desk.beside.update(re.findall(rf'[<"]({desk.folder}[^>"]*)[>"]', line))
     return sorted(found)
 
 
@@ -149,4 +152,4 @@ def broken_after(desk: Desk, run: Run, path: WritePath) -> list[str]:
 
 
 def _paths(desk: Desk) -> list[str]:
-    return [option for path in (*desk.files, desk.path.parent) for option in ("-P", str(path))]
+    return [option for path in (*desk.files, desk.path.parent, *sorted(desk.beside)) for option in ("-P", str(path))]

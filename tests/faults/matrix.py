@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.effort import LONG, rotation
 
-PARTS = ("ground", "tally", "profiles", "orders")
+PARTS = ("ground", "tally", "profiles", "orders", "segments")
 
 # Every cell that the run must hit; test_matrix.py keeps this table and the tests alike.
 FAULTS = {
@@ -28,7 +28,7 @@ FAULTS = {
     "acknowledgement lost": PARTS,
     "holder paused past its lease": PARTS,
     "poison message": PARTS,
-    "told to stop": ("ground", "tally"),  # profiles and orders stop as every consumer does
+    "told to stop": ("ground", "tally"),  # profiles and orders stop as every consumer does, diffs where a tick may
     "clock jumped": ("profiles", "orders"),
     "planted bug": PARTS,
 }

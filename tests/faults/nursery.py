@@ -1,5 +1,6 @@
 """Runs of the scenario in processes of their own, under strace: counted, recorded, or killed at a system call."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from tests.faults.scenario import Ack, Order
 
 ROOT = Path(__file__).parents[2]
 STRACE = shutil.which("strace")
+# Of every file that is laid: a crash keeps what a sync has written, its time included.
+FILE_TIME = 1_700_000_000
 # What SQLite and the turnstile lay beside a database.
 ENDINGS = ("-wal", "-shm", "-journal", "-next", "-writer")
 
@@ -91,13 +94,14 @@ def attached(pid: int, options: Sequence[str]) -> "subprocess.Popen[bytes]":
 
 
 def migrated(path: Path) -> Path:
-    """A closed, empty store with our schema, the scenario's topics and a unit of orders, to be copied for every run."""
-    from tests.faults.order_scenario import set_up
+    """A closed store with our schema, the scenario's topics, a unit of orders and some segments, to be copied."""
+    from tests.faults import order_scenario, segment_scenario
     from tests.faults.scenario import opened
 
     with opened(f"sqlite:///{path}", ManualClock()):
         pass
-    set_up(f"sqlite:///{path}")
+    order_scenario.set_up(f"sqlite:///{path}")
+    segment_scenario.set_up(f"sqlite:///{path}")
     return path
 
 
@@ -108,6 +112,8 @@ class Desk:
         self.template = template.read_bytes()
         self.path = directory / "run.db"
         self.url = f"sqlite:///{self.path}"
+        self.folder = self.path.with_suffix(".snapshots")
+        self.beside: set[str] = set()  # what a run touches of that folder
 
     def clear(self) -> None:
         self.lay({self.path.name: self.template})
@@ -116,10 +122,14 @@ class Desk:
         """Put these files in place of all that was there."""
         for file in self.files:
             file.unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
         for name, content in files.items():
-            self.path.with_name(name).write_bytes(content)
+            path = self.path.parent / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+            os.utime(path, (FILE_TIME, FILE_TIME))
 
     @property
     def files(self) -> list[Path]:
-        """All that a run touches, whether it is there yet or not."""
+        """The files of the store, whether they are there yet or not."""
         return [self.path, *(self.path.with_name(self.path.name + end) for end in ENDINGS)]

@@ -6,16 +6,19 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+
 from keyfold.core.clock import ManualClock
 from keyfold.core.errors import StoreFull
 from keyfold.core.store import Store
 from keyfold.core.topics.topic import Message
 from keyfold.orders.model import CompletedOrder
+from keyfold.segments.service import uploading
 from keyfold.tally import service
-from tests.faults import ledger, order_scenario, profile_ledger, profile_scenario, scenario
+from tests.faults import ledger, order_scenario, profile_ledger, profile_scenario, scenario, segment_scenario
 from tests.faults.book import Book
 from tests.faults.ledger import Ledger
-from tests.faults.scenario import Worker
+from tests.faults.scenario import LEASE_SECONDS, Worker
 from tests.orders import order
 from tests.profiles import OFFER, event
 
@@ -169,6 +172,33 @@ def counting_orders(url: str) -> Iterator[Counting]:
             worker.book.commit(clock.now_us(), [*zip(orders, worker.ask(orders), strict=True)])
 
         yield Counting(context.store, worker.book, batch, count, order_scenario.ASKED[1])
+
+
+@contextmanager
+def diffing(url: str) -> Iterator[Counting]:
+    """Snapshots of one segment, of which a quarter goes and a quarter comes; they lie on the small disk too."""
+    clock = ManualClock()
+    with segment_scenario.opened(url, clock) as context:
+        worker = segment_scenario.Worker(context, "w1")
+        book = worker.book
+
+        def batch(number: int) -> list[int]:
+            return [*range(30), *range(100 * (number % 2) + 30, 100 * (number % 2) + 40)]
+
+        def diff(users: list[int]) -> None:
+            clock.advance(10 * LEASE_SECONDS)  # a lease may not have been handed back
+            try:
+                ids = [pa.array(users, pa.uint64())]
+                row = uploading.upload(context.store, worker.snapshots, "a", ids, "the upload")
+                book.counted["a", row.evaluation_version] = users
+                while tick := worker.differ.next("w1"):
+                    for _ in tick:
+                        book.commit(clock.now_us(), {"a": worker.row("a")})
+            finally:
+                book.commit(clock.now_us(), {"a": worker.row("a")})
+
+        book.commit(clock.now_us(), {"a": worker.row("a")})
+        yield Counting(context.store, book, batch, diff, batch(7))
 
 
 def _refused(work: Callable[[], object]) -> list[str]:

@@ -11,6 +11,7 @@ from tests.faults.matrix import Hit
 from tests.faults.nursery import Desk, Nursery
 from tests.faults.order_scenario import ORDERS
 from tests.faults.profile_scenario import PROFILES
+from tests.faults.segment_scenario import SEGMENTS
 
 pytestmark = [pytest.mark.spec("CORE-02", "CORE-06", "CORE-08"), pytest.mark.timeout(TIMEOUT_SECONDS)]
 
@@ -41,6 +42,16 @@ def test_a_disk_that_lost_its_power_holds_every_order_that_was_acknowledged_once
     nursery: Nursery, desk: Desk, hit: Hit
 ) -> None:
     _survives_loss_of_power(nursery, desk, ORDERS, ("orders",), hit)
+
+
+@pytest.mark.spec("SEG-02", "SEG-04", "SEG-06", "SEG-08")
+@pytest.mark.fault("power lost", "segments")
+def test_a_disk_that_lost_its_power_holds_every_snapshot_that_was_taken_and_every_chunk_whole(
+    nursery: Nursery, desk: Desk, hit: Hit
+) -> None:
+    """The files of snapshots are on that disk too, with the names of their folders."""
+    acts = _survives_loss_of_power(nursery, desk, SEGMENTS, ("segments",), hit, disks=effort(150, 100_000))
+    assert acts >= {"make directory", "rename"}
 
 
 def _survives_loss_of_power(

@@ -11,6 +11,7 @@ from tests.faults.smalldisk import (
     broken_when_full,
     counting_events,
     counting_orders,
+    diffing,
 )
 
 pytestmark = pytest.mark.spec("CORE-02")
@@ -49,3 +50,12 @@ def test_a_full_disk_refuses_whole_batches_of_orders_and_counts_are_right_until_
 ) -> None:
     assert not broken_when_counting_fills_it(small_disk, template, counting_orders, room_bytes=10 * ROOM_BYTES)
     hit("orders")
+
+
+@pytest.mark.spec("SEG-04", "SEG-06")
+@pytest.mark.fault("disk full", "segments")
+def test_a_full_disk_refuses_whole_chunks_and_snapshots_and_the_diff_goes_on_when_there_is_room(
+    small_disk: Path, template: Path, hit: Hit
+) -> None:
+    assert not broken_when_counting_fills_it(small_disk, template, diffing, room_bytes=20 * ROOM_BYTES)
+    hit("segments")

@@ -11,6 +11,10 @@ from tests.faults.matrix import Hit
 from tests.faults.nursery import Desk, Nursery
 from tests.faults.order_scenario import ORDERS
 from tests.faults.profile_scenario import PROFILES
+from tests.faults.segment_scenario import SEGMENTS
+
+# A run of segments takes a quarter of a second, and has some 1,500 points.
+SEGMENTS_THIN = 6
 
 pytestmark = [pytest.mark.spec("CORE-02", "CORE-06", "CORE-08"), pytest.mark.timeout(TIMEOUT_SECONDS)]
 
@@ -61,15 +65,37 @@ def test_a_disk_that_fails_while_orders_are_counted_leaves_none_by_half(nursery:
     _survives_errors(nursery, desk, ORDERS, ("orders",), hit)
 
 
-def _survives_kills(nursery: Nursery, desk: Desk, path: WritePath, parts: Collection[str], hit: Hit) -> None:
-    """Every point is killed at, or today's share of those of these parts."""
+@pytest.mark.spec("SEG-02", "SEG-04", "SEG-06", "SEG-08", "SEG-09")
+@pytest.mark.fault("killed at a system call", "segments")
+def test_a_process_killed_within_a_diff_or_an_upload_leaves_what_another_goes_on_with(
+    nursery: Nursery, desk: Desk, hit: Hit
+) -> None:
+    """Chunks, versions and messages of sets, the queue's row, and the files of snapshots whole and in parts."""
+    _survives_kills(nursery, desk, SEGMENTS, ("segments",), hit, thin=SEGMENTS_THIN)
+
+
+@pytest.mark.spec("SEG-02", "SEG-06")
+@pytest.mark.fault("I/O error", "segments")
+def test_a_disk_that_fails_within_a_diff_or_an_upload_leaves_none_by_half(
+    nursery: Nursery, desk: Desk, hit: Hit
+) -> None:
+    _survives_errors(nursery, desk, SEGMENTS, ("segments",), hit, thin=SEGMENTS_THIN)
+
+
+def _survives_kills(
+    nursery: Nursery, desk: Desk, path: WritePath, parts: Collection[str], hit: Hit, *, thin: int = 1
+) -> None:
+    """Every point is killed at, or today's share of those of these parts, of which one in `thin` is taken."""
     every = points(nursery, desk, path=path)
-    _must_hold(sweep(nursery, desk, every if LONG else _tenth(_of(every, parts)), path=path), parts, hit)
+    chosen = every if LONG else _tenth(_of(every, parts))[::thin]
+    _must_hold(sweep(nursery, desk, chosen, path=path), parts, hit)
 
 
-def _survives_errors(nursery: Nursery, desk: Desk, path: WritePath, parts: Collection[str], hit: Hit) -> None:
+def _survives_errors(
+    nursery: Nursery, desk: Desk, path: WritePath, parts: Collection[str], hit: Hit, *, thin: int = 1
+) -> None:
     every = [point for point in _of(points(nursery, desk, path=path), parts) if point.kind in FAILING]
-    chosen = list(itertools.product(every, ERRORS)) if LONG else _today(every)
+    chosen = list(itertools.product(every, ERRORS)) if LONG else _today(every)[::thin]
     _must_hold(sweep_errors(nursery, desk, chosen, path=path), parts, hit)
 
 

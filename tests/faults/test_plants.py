@@ -20,6 +20,8 @@ from tests.faults import (
     plants,
     profile_plants,
     profile_writers,
+    segment_plants,
+    segment_writers,
     smalldisk,
     writers,
 )
@@ -36,6 +38,8 @@ from tests.faults.plants import PLANTS, Plant, Plot
 from tests.faults.profile_scenario import PROFILES
 from tests.faults.profile_simulator import ProfileSimulation
 from tests.faults.seeds import Play, simulate
+from tests.faults.segment_scenario import SEGMENTS
+from tests.faults.segment_simulator import SegmentSimulation
 from tests.faults.simulator import Simulation
 from tests.faults.stage import Violated
 from tests.orders import Orders
@@ -49,7 +53,7 @@ STATES_MAX = 300
 POINTS_MAX = 300
 # A law, or the store, the decoder or a look-up that refuses what is wrong; anything else is a plant that does not fit.
 REFUSED = "DataRefused|DecodeError|MultipleResultsFound|Internal|StoreBusy"
-CAUGHT = re.compile(rf"seed \d+: ([XGNCO]\d|{REFUSED}): ")
+CAUGHT = re.compile(rf"seed \d+: ([XGNCOS]\d|{REFUSED}): ")
 # In `make test` every second plant of each harness, today's half or the other; all of them in `make faults`.
 HALVES = 2
 
@@ -90,6 +94,12 @@ def test_the_simulator_of_profiles_catches_this_bug(plant: Plant, template: Path
 @rotating(order_plants.SIMULATOR)
 def test_the_simulator_of_orders_catches_this_bug(plant: Plant, template: Path, fast_path: Path, hit: Hit) -> None:
     _must_be_caught(plant, OrderSimulation, template, fast_path)
+    hit(plant.part)
+
+
+@rotating(segment_plants.SIMULATOR)
+def test_the_simulator_of_segments_catches_this_bug(plant: Plant, template: Path, fast_path: Path, hit: Hit) -> None:
+    _must_be_caught(plant, SegmentSimulation, template, fast_path)
     hit(plant.part)
 
 
@@ -134,6 +144,12 @@ def test_the_kill_sweep_of_orders_catches_this_bug(plant: Plant, nursery: Nurser
     hit(plant.part)
 
 
+@rotating(segment_plants.KILLS)
+def test_the_kill_sweep_of_segments_catches_this_bug(plant: Plant, nursery: Nursery, desk: Desk, hit: Hit) -> None:
+    _some_kill_must_catch(plant, nursery, desk, SEGMENTS)
+    hit(plant.part)
+
+
 def _some_kill_must_catch(plant: Plant, nursery: Nursery, desk: Desk, path: WritePath) -> None:
     every = killsweep.points(nursery, desk, plant=plant.name, path=path)
     own = [point for point in every if point.part == plant.part]
@@ -147,12 +163,22 @@ def _some_kill_must_catch(plant: Plant, nursery: Nursery, desk: Desk, path: Writ
 @rotating("crash states")
 def test_the_crash_states_catch_this_bug(plant: Plant, nursery: Nursery, desk: Desk, hit: Hit) -> None:
     """With synchronous=NORMAL every second disk lacks something that was acknowledged."""
-    operations = crashstates.record(nursery, desk, plant=plant.name)
-    states = crashstates.explore(desk, operations, STATES_MAX, seed())
-    broken = [state.broken for state in states if state.broken]
-    assert broken, f"{STATES_MAX} disks obeyed every law"
-    print(f"{len(broken)} of {STATES_MAX} disks, the first: {broken[0]}")
+    _some_disk_must_catch(plant, nursery, desk, killsweep.TALLY)
     hit(plant.part)
+
+
+@rotating(segment_plants.STATES)
+def test_the_crash_states_of_segments_catch_this_bug(plant: Plant, nursery: Nursery, desk: Desk, hit: Hit) -> None:
+    _some_disk_must_catch(plant, nursery, desk, SEGMENTS)
+    hit(plant.part)
+
+
+def _some_disk_must_catch(plant: Plant, nursery: Nursery, desk: Desk, path: WritePath) -> None:
+    operations = crashstates.record(nursery, desk, plant=plant.name, path=path)
+    states = crashstates.explore(desk, operations, STATES_MAX, seed(), path=path)
+    caught = next((state for state in states if state.broken), None)
+    assert caught, f"{STATES_MAX} disks obeyed every law"
+    print(caught)
 
 
 @rotating("disk full")
@@ -221,6 +247,33 @@ def test_a_count_of_history_catches_this_bug(plant: Plant, tmp_path: Path, hit: 
     _was_caught(plant, plot, caught, hit)
 
 
+@rotating(segment_plants.WRITERS)
+def test_workers_at_once_on_the_same_users_catch_this_bug(
+    plant: Plant, postgres_url: str, fast_path: Path, hit: Hit
+) -> None:
+    with segment_writers.diffing_at(postgres_url, fast_path) as diffing, plant.planted() as plot:
+        caught = segment_writers.diffed_at_once(diffing, 30)
+    _was_caught(plant, plot, caught, hit)
+
+
+@rotating(segment_plants.PAUSED)
+def test_a_pause_past_the_lease_catches_this_bug(plant: Plant, postgres_url: str, fast_path: Path, hit: Hit) -> None:
+    said, broken = segment_writers.overtaken(postgres_url, fast_path, plant=plant.name)
+    assert broken, f"the worker that was overtaken says {said!r}"
+    print(said, broken[0])
+    hit(plant.part)
+
+
+@rotating(segment_plants.RESUMED)
+def test_a_diff_taken_up_again_catches_this_bug(plant: Plant, tmp_path: Path, hit: Hit) -> None:
+    with (
+        segment_writers.diffing_at(f"sqlite:///{tmp_path / 'keyfold.db'}", tmp_path) as diffing,
+        plant.planted() as plot,
+    ):
+        caught = segment_writers.taken_up_again(diffing)
+    _was_caught(plant, plot, caught, hit)
+
+
 @rotating("lost answers")
 def test_lost_answers_catch_this_bug(
     plant: Plant, postgres_server: PostgresServer, postgres_url: str, hit: Hit
@@ -235,9 +288,9 @@ def test_lost_answers_catch_this_bug(
 
 def test_every_plant_has_a_harness_and_at_least_ten_are_tried_each_time() -> None:
     harnesses = {"simulator", "kill sweep", "crash states", "disk full", "writers", "lost answers"}
-    for module in (profile_plants, order_plants):
+    for module in (profile_plants, order_plants, segment_plants):
         harnesses |= {module.SIMULATOR, module.KILLS, module.WRITERS}
-    harnesses.add(order_plants.HISTORY)
+    harnesses |= {order_plants.HISTORY, segment_plants.STATES, segment_plants.PAUSED, segment_plants.RESUMED}
     assert {plant.harness for plant in plants.PLANTS} == harnesses
     assert set(WRITERS) == {plant.name for plant in PLANTS if plant.harness == "writers"}
     assert set(ORDER_WRITERS) == {plant.name for plant in PLANTS if plant.harness == order_plants.WRITERS}

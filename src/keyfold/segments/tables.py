@@ -50,6 +50,16 @@ SEGMENT_SNAPSHOTS = table(
     distribute_by=EVERYWHERE,
 )
 
+# Uploads that were finished: to finish one again answers as the first time.
+SEGMENT_UPLOADS = table(
+    "segment_uploads",
+    sa.Column("upload_id", Text, primary_key=True),
+    sa.Column("segment_id", Text, nullable=False),
+    sa.Column("evaluation_version", Int64, nullable=False),
+    sa.Column("stored_at_us", Int64, nullable=False),
+    distribute_by="upload_id",
+)
+
 # The set of a user, as model.py writes it. An emptied row stays: its version must go on growing.
 USER_SEGMENTS = table(
     "user_segments",

@@ -12,6 +12,7 @@ from keyfold.segments.service import queueing
 from keyfold.segments.service.evaluating import Evaluator
 from keyfold.segments.service.snapshots import GRACE_SECONDS, Snapshots
 from keyfold.segments.service.ticking import Differ
+from keyfold.segments.service.uploading import forget_finished
 from keyfold.segments.settings import SegmentsSettings
 
 STEP_SECONDS = 1.0
@@ -74,6 +75,7 @@ class Upkeep:
         self._store = context.store
         self._settings = settings
         self._snapshots = Snapshots.of(context, settings)
+        self._rows_max = context.limits.purge_rows_max
         self._collect_at = 0.0
 
     def step(self) -> bool:
@@ -85,4 +87,5 @@ class Upkeep:
         if time.monotonic() >= self._collect_at:
             self._collect_at = time.monotonic() + 60
             self._snapshots.collect(self._store, GRACE_SECONDS, self._settings.upload_hours * 3600)
+            self._store.transact(lambda tx: forget_finished(tx, self._rows_max), name="segment uploads")
         return False

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from keyfold.core.errors import BadInput, Conflict
+from keyfold.core.files import arrow_and_parquet, sync
 from keyfold.core.store import Store, Transaction
 from keyfold.counters.counters import MutableCounters
 from keyfold.counters.errors import PackWrong
@@ -35,7 +36,7 @@ def export(
 
     The file is written aside, synced and renamed: whoever looks sees the old one or the whole new one.
     """
-    arrow, parquet = _library()
+    arrow, parquet = arrow_and_parquet()
     if path.exists() and not path.is_file():
         raise Conflict(f"{path} is there and is not a file")
     if not path.parent.is_dir():
@@ -52,9 +53,9 @@ def export(
                 writer.write_table(arrow.table(dict(zip(schema.names, columns, strict=True)), schema=schema))
                 count, broken = count + len(page), broken + wrong
                 report(count)
-        _sync(aside)
+        sync(aside)
         os.replace(aside, path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         aside.unlink(missing_ok=True)
     return Exported(str(path), count, broken)
@@ -100,20 +101,3 @@ def _exportable(product: Product, row: Any, now: int) -> Exportable | None:
         return None
     body = counters.serialise()
     return (*key, row.public_version, whole(key, body, bytes(row.segments), row.public_version))
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _library() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise BadInput("Parquet needs PyArrow", hint="pip install 'keyfold[bulk]'") from None
-    return pyarrow, parquet

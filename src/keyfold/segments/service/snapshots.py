@@ -4,6 +4,9 @@ A snapshot is written aside, synced, and becomes visible under its own name, whi
 row name it. Files that no row names are deleted some time later.
 """
 
+import contextlib
+import errno
+import itertools
 import os
 import shutil
 import time
@@ -19,7 +22,8 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from keyfold.core.context import Context
-from keyfold.core.errors import BadInput, NotFound, StoreRefused, Unavailable
+from keyfold.core.errors import NotFound, StoreFull, Unavailable
+from keyfold.core.files import arrow_and_parquet, sync
 from keyfold.core.store import Store, Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import insert, load
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
 
 USER_ID = "user_id"
 ROW_GROUP_ROWS = 262_144
-WRITING = ".writing"
+WRITING, DELETING = ".writing", ".deleting"
 # A folder that no row names may belong to a transaction that has yet to commit.
 GRACE_SECONDS = 3_600
 UNKNOWN = "?"
@@ -182,49 +186,51 @@ class Snapshots:
 
     def write(self, segment_id: str, ids: "Iterable[pa.Array]", name: str) -> Written:
         """Write a snapshot, checking it; whoever looks sees nothing or the whole."""
-        pa, pq = _library()
-        aside = self._fresh(segment_id)
+        pa, pq = arrow_and_parquet()
+        aside = self.begin(segment_id, uuid.uuid4().hex)
         rows, kind, writer = 0, None, None
         try:
-            for keys in checked(ids, name):
-                kind = kind or id_type_of(keys)
-                array = pa.array(keys) if kind == "number" else pa.array([key.decode() for key in keys.tolist()])
-                table = pa.table({USER_ID: array})
-                if writer is None:
-                    writer = pq.ParquetWriter(
-                        aside / "0000.parquet", table.schema, use_dictionary=False, compression="lz4"
-                    )
-                writer.write_table(table, row_group_size=ROW_GROUP_ROWS)
-                rows += len(keys)
-            if writer is not None:
-                writer.close()
-                writer = None
-                _sync(aside / "0000.parquet")
-            return Written(self.publish(aside), rows, kind)
-        except OSError as error:
-            raise StoreRefused(f"the snapshot cannot be written: {error}", place="segments.folder") from None
+            with told():
+                for keys in checked(ids, name):
+                    kind = kind or id_type_of(keys)
+                    array = pa.array(keys) if kind == "number" else pa.array([key.decode() for key in keys.tolist()])
+                    table = pa.table({USER_ID: array})
+                    if writer is None:
+                        path = aside / "0000.parquet"
+                        writer = pq.ParquetWriter(path, table.schema, use_dictionary=False, compression="lz4")
+                    writer.write_table(table, row_group_size=ROW_GROUP_ROWS)
+                    rows += len(keys)
+                if writer is not None:
+                    writer.close()
+                    writer = None
+                    sync(aside / "0000.parquet")
+                return Written(self.publish(aside), rows, kind)
         finally:
             if writer is not None:
-                writer.close()
+                with contextlib.suppress(OSError):  # a full disk does not take the end of the file either
+                    writer.close()
             shutil.rmtree(aside, ignore_errors=True)
 
     def publish(self, aside: Path) -> Location:
         """A folder that was written aside gets its name."""
         made = aside.with_name(aside.name.removesuffix(WRITING))
         os.utime(aside)  # its parts may be old: the time to be named within begins now
-        _sync(aside)
+        sync(aside)
         os.rename(aside, made)
-        _sync(made.parent)
-        _sync(self.root)
+        sync(made.parent)
+        sync(self.root)
         return Location(folder=str(made.relative_to(self.root)))
 
-    def _fresh(self, segment_id: str) -> Path:
-        aside = self.root / segment_id / f"{uuid.uuid4().hex}{WRITING}"
-        try:
-            aside.mkdir(parents=True)
-        except OSError as error:
-            raise StoreRefused(f"the snapshot cannot be written: {error}", place="segments.folder") from None
+    def begin(self, segment_id: str, name: str) -> Path:
+        """A folder to write to, aside."""
+        aside = self.aside(segment_id, name)
+        with told():
+            _make_folder(aside.parent)
+            aside.mkdir()
         return aside
+
+    def aside(self, segment_id: str, name: str) -> Path:
+        return self.root / segment_id / f"{name}{WRITING}"
 
     def collect(
         self, store: Store, older_seconds: float = GRACE_SECONDS, unfinished_seconds: float = GRACE_SECONDS
@@ -240,8 +246,7 @@ class Snapshots:
         for folder in folders:
             age_max = unfinished_seconds if folder.name.endswith(WRITING) else older_seconds
             if str(folder.relative_to(self.root)) not in named and _age(folder) > age_max:
-                shutil.rmtree(folder, ignore_errors=True)
-                removed += 1
+                removed += _delete(folder)
         return removed
 
     def _files(self, location: Location) -> list[Path]:
@@ -276,7 +281,7 @@ class Snapshots:
 
 def open_parquet(path: Path, name: str) -> Any:
     """A Parquet file whose memory stays flat: no look-ahead, pages read through a small buffer."""
-    pa, pq = _library()
+    pa, pq = arrow_and_parquet()
     try:
         return pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
     except (OSError, pa.ArrowException) as error:
@@ -333,21 +338,35 @@ def _age(folder: Path) -> float:
     return time.time() - newest
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+def _delete(folder: Path) -> bool:
+    """Delete a folder, unless its upload is being finished: it is renamed first, which only one of the two can do."""
+    gone = folder if folder.name.endswith(DELETING) else folder.with_name(folder.name + DELETING)
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        os.rename(folder, gone)
+    except OSError:
+        return False
+    shutil.rmtree(gone, ignore_errors=True)
+    return True
 
 
-def _library() -> tuple[Any, Any]:
+def _make_folder(folder: Path) -> None:
+    """Make a folder and those above it that are not there, each of them to stay after a loss of power."""
+    missing = list(itertools.takewhile(lambda each: not each.is_dir(), (folder, *folder.parents)))
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        sync(each.parent)
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """What the file system refuses is said as such. A file that is gone is the caller's to explain."""
     try:
-        import pyarrow as pa
-        from pyarrow import parquet
-    except ImportError:
-        raise BadInput("snapshots need PyArrow", hint="pip install 'keyfold[bulk]'") from None
-    return pa, parquet
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        kind = StoreFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else FolderRefused
+        raise kind(f"the snapshot cannot be kept: {error.strerror or error}", place="segments.folder") from None
 
 
 def columns_of(batches: "Iterable[Any]") -> "Iterator[pa.Array]":

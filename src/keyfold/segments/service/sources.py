@@ -166,7 +166,7 @@ def _opened(settings: SegmentsSettings, own: TableSettings, table: str) -> "ir.T
         raise BadInput(_NEEDS, hint=_INSTALL) from None
     try:
         if "://" in own.url:
-            return ibis.connect(own.url).table(own.name)
+            return ibis.connect(_read_only(own.url)).table(own.name)
         if settings.engine == "spark":
             return _spark().read_parquet(own.url)
         connection = ibis.duckdb.connect()
@@ -184,6 +184,13 @@ def _opened(settings: SegmentsSettings, own: TableSettings, table: str) -> "ir.T
         raise BadInput(
             f"the table {table} cannot be opened: {_first_line(error)}", place=f"segments.tables.{table}"
         ) from None
+
+
+def _read_only(url: str) -> str:
+    """DuckDB lets one process write or many read: we only read."""
+    if not url.startswith("duckdb://") or "read_only" in url or url.rstrip("/") == "duckdb:":
+        return url
+    return f"{url}{'&' if '?' in url else '?'}read_only=1"
 
 
 def _spark() -> Any:

@@ -4,14 +4,17 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import sqlalchemy as sa
 from msgspec import Struct
 
+from keyfold.core.clock import SECOND_US
 from keyfold.core.errors import BadInput, Conflict, NotFound
 from keyfold.core.store import Store, Transaction
+from keyfold.core.store.batch import Columns
+from keyfold.core.store.shapes import delete, insert_new, load
 from keyfold.segments.difference import SnapshotWrong, as_text, checked
 from keyfold.segments.service import queueing, snapshots
 from keyfold.segments.service.describing import described
@@ -19,16 +22,19 @@ from keyfold.segments.service.queueing import Queued
 from keyfold.segments.service.snapshots import (
     USER_ID,
     WRITING,
-    FolderRefused,
     Location,
     Snapshots,
     columns_of,
     open_parquet,
+    told,
 )
+from keyfold.segments.tables import SEGMENT_UPLOADS
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+# Longer than any caller tries again, and than the files of a snapshot that nobody names are kept.
+FINISHED_SECONDS = 30 * 86_400
 PARTS_MAX = 10_000
 ROWS = 65_536
 _UPLOAD_ID = re.compile(r"[0-9a-f]{32}")
@@ -43,13 +49,22 @@ class PartTaken(Struct, frozen=True):
     last: str
 
 
-def accept(store: Store, segment_id: str, location: Location, rows: int) -> Queued:
-    """Give a snapshot that is written its version, and put the segment into the queue."""
+def accept(store: Store, segment_id: str, location: Location, rows: int, upload_id: str | None = None) -> Queued:
+    """Give a snapshot that is written its version, and put the segment into the queue; an upload only once."""
 
     def work(tx: Transaction) -> Queued:
         row = queueing.one(tx, segment_id)
         queueing.must_be_on(row)
         version = row.evaluation_version + 1
+        if upload_id is not None:
+            mark: Columns = {
+                "upload_id": [upload_id],
+                "segment_id": [segment_id],
+                "evaluation_version": [version],
+                "stored_at_us": [tx.now_us],
+            }
+            if not insert_new(tx, SEGMENT_UPLOADS, mark):
+                return row  # it was accepted, and its answer was lost
         snapshots.name(tx, segment_id, version, location, rows)
         changed = queueing.arrived(tx, row, version)
         snapshots.forget(tx, changed)
@@ -63,6 +78,13 @@ def upload(store: Store, found: Snapshots, segment_id: str, ids: "Iterable[pa.Ar
     must_take_uploads(store, segment_id)
     written = found.write(segment_id, ids, name)
     return accept(store, segment_id, written.location, written.rows)  # where it fails the collector deletes the files
+
+
+def forget_finished(tx: Transaction, rows_max: int) -> int:
+    """Forget uploads that were finished long ago, some at a time."""
+    marks = SEGMENT_UPLOADS.c
+    old = sa.select(marks.upload_id).where(marks.stored_at_us < tx.now_us - FINISHED_SECONDS * SECOND_US)
+    return delete(tx, SEGMENT_UPLOADS, {"upload_id": tx.execute(old.limit(rows_max)).scalars().all()})
 
 
 def must_take_uploads(store: Store, segment_id: str) -> None:
@@ -90,8 +112,7 @@ class Uploads:
                 hint=f"Finish one; what is left alone is forgotten after {self._snapshots.settings.upload_hours} hours",
             )
         upload_id = secrets.token_hex(16)
-        with _written():
-            self._folder(segment_id, upload_id).mkdir(parents=True)
+        self._snapshots.begin(segment_id, upload_id)
         return upload_id
 
     def put(self, segment_id: str, upload_id: str, number: int, user_ids: Sequence[int | str]) -> PartTaken:
@@ -105,7 +126,7 @@ class Uploads:
         path = folder / f"{number:06}.parquet"
         aside = folder / f"{number:06}.{secrets.token_hex(4)}.aside"
         try:
-            with _written():
+            with told():
                 parquet.write_table(pa.table({USER_ID: ids}), aside, use_dictionary=False, compression="lz4")
                 with aside.open("rb") as file:
                     os.fsync(file.fileno())
@@ -117,9 +138,26 @@ class Uploads:
         return PartTaken(number, len(ids), as_text(first), as_text(last))
 
     def finish(self, segment_id: str, upload_id: str, parts: int) -> Queued:
-        """All parts are there: they become the next snapshot of the segment. The answer to a repeat is 404."""
+        """All parts are there: they become the next snapshot of the segment. A repeat is answered as the first."""
         must_take_uploads(self._store, segment_id)
-        folder = self._known(segment_id, upload_id)
+        if (done := self._finished(segment_id, upload_id)) is not None:
+            return done
+        location, rows = self._published(segment_id, upload_id, parts)
+        return accept(self._store, segment_id, location, rows, upload_id)
+
+    def _finished(self, segment_id: str, upload_id: str) -> Queued | None:
+        def look(tx: Transaction) -> Queued | None:
+            known = load(tx, SEGMENT_UPLOADS, {"upload_id": [upload_id]}, ("segment_id",))
+            is_done = [name for (name,) in known.values()] == [segment_id]
+            return queueing.one(tx, segment_id) if is_done else None
+
+        return self._store.read(look)
+
+    def _published(self, segment_id: str, upload_id: str, parts: int) -> tuple[Location, int]:
+        """The parts as a snapshot; also where an earlier try came so far and no further."""
+        published = self._snapshots.root / segment_id / upload_id
+        is_published = bool(_UPLOAD_ID.fullmatch(upload_id)) and published.is_dir()
+        folder = published if is_published else self._known(segment_id, upload_id)
         paths = [folder / f"{number:06}.parquet" for number in range(1, parts + 1)]
         there = {path for path in folder.iterdir() if path.suffix == ".parquet"}
         if missing := [path for path in paths if path not in there]:
@@ -127,20 +165,19 @@ class Uploads:
         if len(there) > parts:
             raise BadInput(f"there are {len(there)} parts, not {parts}", place="parts")
         rows = _must_follow(paths)
+        if is_published:
+            os.utime(published)  # the time to be named within begins again
+            return Location(folder=str(published.relative_to(self._snapshots.root))), rows
         for left in folder.glob("*.aside"):
-            left.unlink()
+            left.unlink(missing_ok=True)
         try:
-            with _written():
-                location = self._snapshots.publish(folder)
+            with told():
+                return self._snapshots.publish(folder), rows
         except FileNotFoundError:
             raise _unknown(upload_id) from None
-        return accept(self._store, segment_id, location, rows)
-
-    def _folder(self, segment_id: str, upload_id: str) -> Path:
-        return self._snapshots.root / segment_id / f"{upload_id}{WRITING}"
 
     def _known(self, segment_id: str, upload_id: str) -> Path:
-        folder = self._folder(segment_id, upload_id)
+        folder = self._snapshots.aside(segment_id, upload_id)
         if not _UPLOAD_ID.fullmatch(upload_id) or not folder.is_dir():
             raise _unknown(upload_id)
         return folder
@@ -207,17 +244,6 @@ def _ends(batches: "Iterable[pa.Array]", name: str) -> tuple[Any, Any, int]:
         first = keys[0] if first is None else first
         rows, last = rows + len(keys), keys[-1]
     return first, last, rows
-
-
-@contextmanager
-def _written() -> Iterator[None]:
-    """What the disk refuses is said as such. A folder that is gone is the caller's to explain."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise FolderRefused(f"the upload cannot be kept: {error.strerror or error}", place="segments.folder") from None
 
 
 def _unknown(upload_id: str) -> NotFound:

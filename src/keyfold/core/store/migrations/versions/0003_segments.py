@@ -53,6 +53,14 @@ def upgrade() -> None:
         sqlite_strict=True,
     )
     op.create_table(
+        "segment_uploads",
+        sa.Column("upload_id", Text, primary_key=True),
+        sa.Column("segment_id", Text, nullable=False),
+        sa.Column("evaluation_version", Int64, nullable=False),
+        sa.Column("stored_at_us", Int64, nullable=False),
+        sqlite_strict=True,
+    )
+    op.create_table(
         "user_segments",
         sa.Column("user_id", Text, primary_key=True),
         sa.Column("version", Int64, nullable=False),

@@ -1,0 +1,26 @@
+"""Files that must be there after a loss of power, and the library that reads and writes Parquet."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from keyfold.core.errors import BadInput
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, onto the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def arrow_and_parquet() -> tuple[Any, Any]:
+    """PyArrow, where it is installed."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise BadInput("Parquet needs PyArrow", hint="pip install 'keyfold[bulk]'") from None
+    return pyarrow, parquet
