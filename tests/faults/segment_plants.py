@@ -1,6 +1,5 @@
 """Planted bugs of segments, each with the harness that must catch it; planted as those in plants.py are."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -156,33 +155,41 @@ def _(plot: Plot) -> None:
 def _(plot: Plot) -> None:
     collect = Snapshots.collect
 
-    def collect_all_but_the_last(found: Snapshots, tx: Transaction, *seconds: float) -> int:
-        named = SEGMENT_SNAPSHOTS.c
-        rows = tx.execute(sa.select(named.segment_id, sa.func.max(named.evaluation_version)).group_by(named.segment_id))
-        return collect(found, _Only(tx, dict(map(tuple, rows))), *seconds)  # type: ignore[arg-type]
+    def collect_all_but_the_last(found: Snapshots, store: Any, *seconds: float) -> int:
+        return collect(found, _Only(store), *seconds)  # type: ignore[arg-type]
 
     plot.name(Snapshots, "collect", collect_all_but_the_last)
 
 
 class _Only:
-    """A transaction in which only these versions are named."""
+    """A store in which only the newest snapshot of each segment is named."""
 
-    def __init__(self, tx: Transaction, versions: Mapping[str, int]) -> None:
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def read(self, work: Any) -> Any:
+        return self._store.read(lambda tx: work(_OnlyNewest(tx)))
+
+
+class _OnlyNewest:
+    def __init__(self, tx: Transaction) -> None:
         self._tx = tx
-        self._versions = versions
 
     def execute(self, statement: Any) -> Any:
         named = SEGMENT_SNAPSHOTS.c
+        rows = self._tx.execute(
+            sa.select(named.segment_id, sa.func.max(named.evaluation_version)).group_by(named.segment_id)
+        )
         pairs = sa.tuple_(named.segment_id, named.evaluation_version)
-        return self._tx.execute(statement.where(pairs.in_(list(self._versions.items()))))
+        return self._tx.execute(statement.where(pairs.in_([tuple(row) for row in rows])))
 
 
 @plant("a snapshot is named before its files are synced", STATES, "segments")
 def _(plot: Plot) -> None:
-    plot.name(snapshots, "_sync", lambda *_: None)
+    plot.name(snapshots, "sync", lambda *_: None)
 
 
 @plant("a snapshot is named before its folder has its name", STATES, "segments")
 def _(plot: Plot) -> None:
-    sync = snapshots._sync
-    plot.name(snapshots, "_sync", lambda path: sync(path) if path.is_file() else None)
+    sync = snapshots.sync
+    plot.name(snapshots, "sync", lambda path: sync(path) if path.is_file() else None)

@@ -92,7 +92,7 @@ class Worker:
             self.store.transact(lambda tx: acting.turn_on(tx, name, "x"), name="segment act")
 
     def collect(self) -> None:
-        self.store.read(lambda tx: self.snapshots.collect(tx, -1, -1))
+        self.snapshots.collect(self.store, -1, -1)
 
     def steps(self) -> list[tuple[str, Callable[[], object]]]:
         """All that is done, and whose code it runs."""
@@ -143,7 +143,7 @@ def finish(url: str) -> None:
 @contextlib.contextmanager
 def _alike(worker: str) -> Iterator[None]:
     """Folders get the same names in every run, so that a call on one of them can be found again; files one time."""
-    numbers, sync = itertools.count(), snapshots._sync
+    numbers, sync = itertools.count(), snapshots.sync
 
     def name(_: int = 16) -> str:
         return hashlib.md5(f"{worker}/{next(numbers)}".encode(), usedforsecurity=False).hexdigest()
@@ -156,7 +156,7 @@ def _alike(worker: str) -> Iterator[None]:
     with patched(
         [
             (snapshots, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=name()))),
-            (snapshots, "_sync", sync_with_one_time),
+            (snapshots, "sync", sync_with_one_time),
             (uploading, "secrets", SimpleNamespace(token_hex=name)),
         ]
     ):

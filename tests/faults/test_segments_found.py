@@ -42,7 +42,7 @@ def test_an_upload_finished_long_after_its_last_part_is_not_deleted_before_a_row
         accept = uploading.accept
 
         def collect_first(*given: Any) -> Any:
-            segments.store.read(lambda tx: segments.snapshots.collect(tx))
+            segments.snapshots.collect(segments.store)
             return accept(*given)
 
         monkeypatch.setattr(uploading, "accept", collect_first)
@@ -64,7 +64,7 @@ def test_a_snapshot_that_has_lost_a_file_fails_its_diff_and_is_not_taken_for_a_s
         segments.tick_all()
         row = segments.row("a")
         assert (row.stage, row.diff_version) == ("failed", 1)
-        assert "2 users, 3 were applied" in row.reason
+        assert "2 users that are not the 3 that were applied" in row.reason
 
 
 @pytest.mark.spec("SEG-10")
