@@ -97,7 +97,7 @@ def test_an_evaluation_whose_lease_has_passed_is_not_a_failure_of_the_segment(
 def test_a_snapshot_that_does_not_fit_is_refused_by_our_own_word_and_leaves_nothing(
     small_disk: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The writer's own end failed a second time, over the first, and what was written stayed on the full disk."""
+    """A part was refused by the bare error of the system and stayed by half; a whole one was not told to wait."""
     with opened(_url(tmp_path_factory.mktemp("store")), small_disk / "snapshots") as segments:
         segments.create("a")
         uploads, upload_id = _in_parts(segments)

@@ -4,7 +4,6 @@ A snapshot is written aside, synced, and becomes visible under its own name, whi
 row name it. Files that no row names are deleted some time later.
 """
 
-import contextlib
 import errno
 import itertools
 import os
@@ -207,8 +206,7 @@ class Snapshots:
                 return Written(self.publish(aside), rows, kind)
         finally:
             if writer is not None:
-                with contextlib.suppress(OSError):  # a full disk does not take the end of the file either
-                    writer.close()
+                writer.close()
             shutil.rmtree(aside, ignore_errors=True)
 
     def publish(self, aside: Path) -> Location:
