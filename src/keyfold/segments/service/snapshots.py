@@ -4,6 +4,7 @@ A snapshot is written aside, synced, and becomes visible under its own name, whi
 row name it. Files that no row names are deleted some time later.
 """
 
+import contextlib
 import errno
 import itertools
 import os
