@@ -26,8 +26,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bench.harness import Goal, Race, Side, seconds
-from keyfold.segments.difference import Chunk, chunked, difference
-from keyfold.segments.service.snapshots import Location, Snapshots
+from keyfold.segments.difference import Chunk, Keys, chunked, difference
+from keyfold.segments.service.snapshots import Location, Reading, Snapshot, Snapshots
 from keyfold.segments.settings import SegmentsSettings
 
 STEP = 1_000_000  # ids made at a time
@@ -70,15 +70,16 @@ class Pair:
                     out.write(b"".join(b"%020d\n" % each for each in batch.column(0).to_pylist()))
 
     def chunks(self) -> Iterator[Chunk]:
-        settings = SegmentsSettings()
-        found = Snapshots(settings, self.folder)
-        old, new = (found.stream(Location(folder=name), name) for name in ("old", "new"))
-        return chunked(difference(old, new), settings.chunk_users_max)
+        return chunked(difference(*self._read()), SegmentsSettings().chunk_users_max)
 
     def check(self) -> int:
+        return sum(len(piece.added) + len(piece.removed) for piece in difference(*self._read()))
+
+    def _read(self) -> tuple[Iterator[Keys], Iterator[Keys]]:
+        """As a tick reads them."""
         found = Snapshots(SegmentsSettings(), self.folder)
-        old, new = (found.stream(Location(folder=name), name) for name in ("old", "new"))
-        return sum(len(piece.added) + len(piece.removed) for piece in difference(old, new))
+        old, new = (Reading(found, Snapshot(Location(folder=name), self.rows), name).keys() for name in ("old", "new"))
+        return old, new
 
 
 def both_passes(pair: Pair) -> int:
@@ -114,7 +115,7 @@ def peak_megabytes(folder: Path) -> float:
     """Of a process of its own that does both passes. (`ru_maxrss` would begin with what its parent had.)"""
     code = (
         "import sys; from pathlib import Path; from bench.b6_segment_diff import Pair, both_passes;"
-        "pair = Pair.__new__(Pair); pair.folder = Path(sys.argv[1]); both_passes(pair);"
+        "pair = Pair.__new__(Pair); pair.folder, pair.rows = Path(sys.argv[1]), 10**9; both_passes(pair);"
         "print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1])"
     )
     ran = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)

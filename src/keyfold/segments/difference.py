@@ -5,7 +5,9 @@ piece of both streams is merged by a stable sort, which on two sorted runs is on
 stands alone is the difference. (Searching each id in the other stream took 22 ns.)
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -74,6 +76,18 @@ def checked(batches: "Iterable[pa.Array]", name: str, *, rows_before: int = 0) -
         _must_ascend(keys, last, name, rows)
         rows, last, kind = rows + len(keys), keys[-1], keys.dtype.kind
         yield keys
+
+
+def ahead(arrays: Iterator[Keys], count: int = 2) -> Iterator[Keys]:
+    """The same arrays; the next ones are read by a thread of its own while the last is worked on.
+
+    Reading a file and comparing ids are both done without the interpreter, so that two cores share them.
+    """
+    with ThreadPoolExecutor(1, "snapshot") as thread:
+        coming = deque(thread.submit(next, arrays, None) for _ in range(count))
+        while (keys := coming.popleft().result()) is not None:
+            coming.append(thread.submit(next, arrays, None))
+            yield keys
 
 
 def keys_of(batch: "pa.Array", name: str, rows_before: int = 0) -> Keys:

@@ -1,6 +1,7 @@
 """The difference of two sorted streams, against plain sets; and everything that a stream may have wrong."""
 
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyfold.segments.difference import SnapshotWrong, checked, chunked, difference
+from keyfold.segments.difference import SnapshotWrong, ahead, checked, chunked, difference
 from tests.unit.segments.reference import apart
 
 ENDS = [0, 1, 2, 2**31, 2**32, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1]
@@ -126,3 +127,21 @@ def test_a_difference_taken_up_behind_any_chunk_is_the_rest_of_it() -> None:
             37,
         )
         assert list(rest) == whole[at + 1 :]
+
+
+@pytest.mark.spec("SEG-03")
+def test_a_stream_that_is_read_ahead_is_the_same_and_so_are_its_mistakes() -> None:
+    def stream() -> Iterator[Any]:
+        yield from checked(
+            [pa.array([1, 2], pa.uint64()), pa.array([5], pa.uint64()), pa.array([4], pa.uint64())], "new"
+        )
+
+    arrays = ahead(stream())
+    assert [next(arrays).tolist(), next(arrays).tolist()] == [[1, 2], [5]]
+    with pytest.raises(SnapshotWrong, match="user 4 comes after 5"):
+        next(arrays)
+    begun = threading.active_count()
+    some = ahead(checked(batches(range(100), pa.uint64(), 3), "new"))
+    assert next(some).tolist() == [0, 1, 2]
+    some.close()  # type: ignore[attr-defined]
+    assert threading.active_count() == begun

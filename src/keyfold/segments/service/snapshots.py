@@ -28,7 +28,7 @@ from keyfold.core.store import Store, Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import insert, load
 from keyfold.core.tables import TOPICS
-from keyfold.segments.difference import IdType, Keys, SnapshotWrong, as_key, checked, id_type_of, is_number
+from keyfold.segments.difference import IdType, Keys, SnapshotWrong, ahead, as_key, checked, id_type_of, is_number
 from keyfold.segments.service import sources
 from keyfold.segments.service.queueing import Queued
 from keyfold.segments.settings import SegmentsSettings
@@ -124,7 +124,9 @@ class Reading:
         if self._snapshot is None:
             return
         in_place, last = bool(self._snapshot.location.table), None
-        for keys in self._snapshots.stream(self._snapshot.location, self._name, self._after):
+        stream = self._snapshots.stream(self._snapshot.location, self._name, self._after)
+        is_large = self._snapshot.rows > self._snapshots.settings.batch_rows
+        for keys in ahead(stream) if is_large else stream:
             if last is not None and keys[0] <= last:
                 raise SnapshotWrong("a file begins before the one before it ends", place=self._name)
             last = keys[-1]
