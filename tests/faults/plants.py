@@ -6,6 +6,7 @@ longer fits the code (a renamed function, a rewritten statement) fails as loudly
 
 import contextlib
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -121,6 +122,7 @@ def look_then_insert(insert_new: Callable[..., Any]) -> Callable[..., set[Any]]:
 
     def insert(tx: Transaction, table: sa.Table, columns: Any) -> set[Any]:
         new = not_there(tx, table, columns)
+        time.sleep(0.002)  # on a quick machine the two would seldom meet here
         insert_new(tx, table, columns)
         return new
 
