@@ -6,7 +6,7 @@ stands alone is the difference. (Searching each id in the other stream took 22 n
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -173,15 +173,6 @@ def chunked(pieces: Iterable[Piece], users_max: int) -> Iterator[Chunk]:
     if count:
         keys, is_added = (np.concatenate(each) for each in zip(*kept, strict=True))
         yield _chunk(keys, is_added)
-
-
-def counted(pieces: Iterable[Piece], report: Callable[[Counts], None]) -> Counts:
-    """Walk through a whole difference; whatever is wrong with a snapshot is found on the way."""
-    counts = Counts()
-    for piece in pieces:
-        counts = counts.plus(piece)
-        report(counts)
-    return counts
 
 
 class _Side:
