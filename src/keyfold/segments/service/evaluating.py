@@ -15,8 +15,6 @@ from keyfold.segments.settings import SegmentsSettings
 
 log = structlog.get_logger(__name__)
 
-REASON_MAX = 1_000
-
 
 class Overtaken(Conflict):
     """The evaluation is not the newest any more"""
@@ -85,7 +83,7 @@ class Evaluator:
         def work(tx: Transaction) -> None:
             row = queueing.one(tx, segment_id)
             stage = "failed" if row.stage == "evaluation" else row.stage
-            queueing.save(tx, row, stage=stage, is_evaluation_wanted=0, reason=reason[:REASON_MAX])
+            queueing.save(tx, row, stage=stage, is_evaluation_wanted=0, reason=reason)
 
         self._store.transact(work, name="segment evaluate")
         metrics.EVALUATIONS.labels("failed").inc()
@@ -112,10 +110,7 @@ def _accepted(tx: Transaction, began: Queued, location: Location, rows: int, ver
     queueing.must_be_on(row)
     if row.evaluation_version != began.evaluation_version:
         raise Overtaken(f"{began.segment_id} was evaluated by somebody else meanwhile")
-    snapshots.name(tx, began.segment_id, version, location, rows)
-    changed = queueing.arrived(tx, row, version)
-    snapshots.forget(tx, changed)
-    return changed
+    return snapshots.take(tx, row, version, location, rows)
 
 
 def _nothing_new(tx: Transaction, segment_id: str) -> Queued:

@@ -60,6 +60,7 @@ class Queued(Struct, frozen=True, kw_only=True):
         return self.stage in ("awaiting_diff", "diffing")
 
 
+REASON_MAX = 1_000
 FIELDS = tuple(name for name in Queued.__struct_fields__ if name != "segment_id")
 
 
@@ -81,6 +82,7 @@ def save(tx: Transaction, row: Queued, **changes: Any) -> Queued:
     if changes.get("stage", row.stage) != row.stage:
         changes = {"queued_at_us": tx.now_us, **changes}
     changed = structs.replace(row, **{"moved_at_us": tx.now_us, **changes})
+    changed = structs.replace(changed, reason=changed.reason[:REASON_MAX])
     columns: Columns = {name: [getattr(changed, name)] for name in Queued.__struct_fields__}
     compare_and_set(tx, SEGMENT_QUEUE, columns)
     return structs.replace(changed, version=row.version + 1)

@@ -29,7 +29,7 @@ from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import insert, load
 from keyfold.core.tables import TOPICS
 from keyfold.segments.difference import IdType, Keys, SnapshotWrong, ahead, as_key, checked, id_type_of, is_number
-from keyfold.segments.service import sources
+from keyfold.segments.service import queueing, sources
 from keyfold.segments.service.queueing import Queued
 from keyfold.segments.settings import SegmentsSettings
 from keyfold.segments.tables import SEGMENT_SNAPSHOTS
@@ -97,6 +97,14 @@ def name(tx: Transaction, segment_id: str, version: int, location: Location, row
         "made_at_us": [tx.now_us],
     }
     insert(tx, SEGMENT_SNAPSHOTS, row)
+
+
+def take(tx: Transaction, row: Queued, version: int, location: Location, rows: int) -> Queued:
+    """Make a snapshot the newest of its segment, and queue its diff."""
+    name(tx, row.segment_id, version, location, rows)
+    changed = queueing.arrived(tx, row, version)
+    forget(tx, changed)
+    return changed
 
 
 def forget(tx: Transaction, row: Queued) -> None:

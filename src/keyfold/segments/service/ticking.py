@@ -198,7 +198,7 @@ class Tick:
     def _fail(self, held: Ticketed, reason: str) -> None:
         """Nothing that a further try would mend; a diff that was begun stays begun."""
         changes = {} if held.row.chunks else {"target_version": None}
-        self._move(held, stage="failed", reason=reason[:REASON_MAX], **changes)
+        self._move(held, stage="failed", reason=reason, **changes)
         metrics.DIFFS.labels("failed").inc()
         log.error("a diff has failed", segment=self._segment_id, reason=reason)
 
@@ -208,7 +208,7 @@ class Tick:
             self._fail(held, f"{type(error).__name__}: {error}")
             return
         try:
-            self._move(held, tries=tries, reason=f"{type(error).__name__}: {error}"[:REASON_MAX])
+            self._move(held, tries=tries, reason=f"{type(error).__name__}: {error}")
         except KeyfoldError as again:
             log.warning("a failure was not recorded", segment=self._segment_id, error=str(again))
 
@@ -223,7 +223,6 @@ class Tick:
             yield piece
 
 
-REASON_MAX = 1_000
 _OFF_AND_ON = "Put it back and retry, or turn the segment off and on"
 
 

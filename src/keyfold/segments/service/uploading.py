@@ -65,10 +65,7 @@ def accept(store: Store, segment_id: str, location: Location, rows: int, upload_
             }
             if not insert_new(tx, SEGMENT_UPLOADS, mark):
                 return row  # it was accepted, and its answer was lost
-        snapshots.name(tx, segment_id, version, location, rows)
-        changed = queueing.arrived(tx, row, version)
-        snapshots.forget(tx, changed)
-        return changed
+        return snapshots.take(tx, row, version, location, rows)
 
     return store.transact(work, name="segment snapshot", once=True)
 
