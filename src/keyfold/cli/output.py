@@ -113,7 +113,7 @@ LINE_SECONDS = 2.0
 class Steps:
     """Progress of long work on stderr: a bar on a terminal, a line a step otherwise."""
 
-    def __init__(self, label: str, total: int, *, silent: bool) -> None:
+    def __init__(self, label: str, total: int | None, *, silent: bool) -> None:
         self._label = label
         self._total = total
         self._silent = silent
@@ -141,13 +141,17 @@ class Steps:
         if self._bar is not None:
             self._bar.update(0, advance=1, description=f"{self._label}: {what}")
         elif not self._silent:
-            print(f"{self._label}: {what} ({self._done} of {self._total})", file=sys.stderr, flush=True)
+            print(f"{self._label}: {what}{self._so_far()}", file=sys.stderr, flush=True)
 
     def at(self, done: int, what: str) -> None:
         """So many are done; without a terminal it is said now and then, and at the end."""
         self._done = done
         if self._bar is not None:
             self._bar.update(0, completed=done, description=f"{self._label}: {what}")
-        elif not self._silent and (done >= self._total or time.monotonic() - self._said_at >= LINE_SECONDS):
+        elif not self._silent and (done >= (self._total or 0) or time.monotonic() - self._said_at >= LINE_SECONDS):
             self._said_at = time.monotonic()
-            print(f"{self._label}: {what} ({done} of {self._total})", file=sys.stderr, flush=True)
+            print(f"{self._label}: {what}{self._so_far()}", file=sys.stderr, flush=True)
+
+    def _so_far(self) -> str:
+        """How many are done, where it is known how many there are."""
+        return "" if self._total is None else f" ({self._done} of {self._total})"

@@ -84,7 +84,13 @@ def _of_parts() -> list[Later]:
     from keyfold.parts import PARTS as PARTS_OF_PRODUCT
 
     return [
-        Later(part.name, part.commands, f"{part.summary[0].upper()}{part.summary[1:]}.", is_group=True, panel=PARTS)
+        Later(
+            part.command_name or part.name,
+            part.commands,
+            f"{part.summary[0].upper()}{part.summary[1:]}.",
+            is_group=True,
+            panel=PARTS,
+        )
         for part in PARTS_OF_PRODUCT
         if part.commands
     ]

@@ -78,7 +78,7 @@ class Session:
         self._open.callback(store.close)
         return store, settings
 
-    def steps(self, label: str, total: int) -> Steps:
+    def steps(self, label: str, total: int | None) -> Steps:
         """Progress of long work, to be entered with `with`; silent where the answer is for a program."""
         return Steps(label, total, silent=self.as_json)
 

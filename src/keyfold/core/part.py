@@ -30,6 +30,7 @@ class Part(Struct, frozen=True, kw_only=True):
     consumers: "Callable[[Context], Sequence[Consumer]] | None" = None
     loops: "Callable[[Context], Sequence[Loop]] | None" = None
     commands: str | None = None
+    command_name: str = ""  # of its commands; the part's own name where it is empty
 
     def topics_of(self, settings: "Settings") -> Sequence[TopicSpec]:
         """The topics of a part, some of which a user names in the settings."""

@@ -79,6 +79,15 @@ MEMBERS = table(
     distribute_by="job",
 )
 
+# Small documents that a lease guards: where something lies, and what is known of it.
+POINTERS = table(
+    "pointers",
+    sa.Column("name", Text, primary_key=True),
+    sa.Column("version", Int64, nullable=False),
+    sa.Column("data", Bytes, nullable=False),
+    distribute_by="name",
+)
+
 # Poison messages (state 'dead') and, where order matters, the later messages of their keys (state 'parked').
 DEAD_LETTERS = table(
     "dead_letters",

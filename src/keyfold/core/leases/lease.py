@@ -15,6 +15,13 @@ class Lease(Struct, frozen=True):
     expires_at_us: int
 
 
+class Published(Struct, frozen=True):
+    """What a pointer holds, and the version that the next `publish` must name."""
+
+    data: bytes
+    version: int
+
+
 class Leases(Protocol):
     """Who grants leases. Every method is safe to call from several threads."""
 
@@ -42,6 +49,18 @@ class Leases(Protocol):
 
     def members(self, job: str) -> list[str]:
         """The members that are alive, sorted."""
+        ...
+
+    def publish(self, path: str, data: bytes, version: int | None, lease: Lease) -> int:
+        """Set what a pointer holds, if it is still at `version` (None: not there yet) and the lease is in force.
+
+        Both are checked in the act that writes. Returns the new version. `LostRace`: another version is there;
+        `TicketRefused`: the lease is not held any more; `CommitUnknown`: the answer was lost, `published` tells.
+        """
+        ...
+
+    def published(self, path: str) -> Published | None:
+        """What a pointer holds; None if nothing was ever published."""
         ...
 
     def close(self) -> None: ...

@@ -10,7 +10,8 @@ import threading
 from collections.abc import Sequence
 
 from keyfold.core.clock import SECOND_US
-from keyfold.core.leases.lease import Lease
+from keyfold.core.errors import Conflict, LostRace, TicketRefused
+from keyfold.core.leases.lease import Lease, Published
 from keyfold.core.store import batch
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.store import Store, Transaction
@@ -19,6 +20,12 @@ from keyfold.core.tables import LEASES
 FIRST_TICKET = 1
 # Handed back: free by any clock, also one that was set back.
 FREE = 0
+
+
+class PointerMoved(Conflict):
+    """The pointer was moved by somebody else"""
+
+    slug = "pointer-moved"
 
 
 class SqlLeases:
@@ -133,6 +140,45 @@ class SqlLeases:
             )
             # Sorted here: a database sorts by its own collation, and all workers must agree on the order.
             return sorted(str(member) for member in found.scalars())
+
+        return self._store.read(look)
+
+    def publish(self, path: str, data: bytes, version: int | None, lease: Lease) -> int:
+        """The lease's own row is written first, in the same transaction: nobody takes it over before this has ended."""
+
+        def move(tx: Transaction) -> int:
+            mark = _mark(tx)
+            is_held = tx.driver(
+                f"UPDATE leases SET expires_at_us = expires_at_us WHERE name = {mark} AND holder = {mark}"
+                f" AND ticket = {mark} AND expires_at_us > {mark}",
+                (lease.name, lease.holder, lease.ticket, tx.now_us),
+            ).rowcount
+            if not is_held:
+                raise TicketRefused(f"the lease {lease.name} is no longer held under ticket {lease.ticket}")
+            if version is None:
+                written = tx.driver(
+                    f"INSERT INTO pointers (name, version, data) VALUES ({mark}, 0, {mark}) ON CONFLICT DO NOTHING",
+                    (path, data),
+                ).rowcount
+            else:
+                written = tx.driver(
+                    f"UPDATE pointers SET data = {mark}, version = version + 1"
+                    f" WHERE name = {mark} AND version = {mark}",
+                    (data, path, version),
+                ).rowcount
+            if not written:
+                raise PointerMoved(f"{path} is no longer at version {version}")
+            return 0 if version is None else version + 1
+
+        try:
+            return self._store.transact(move, name="publish pointer", once=True)
+        except PointerMoved as error:
+            raise LostRace(error.detail) from None
+
+    def published(self, path: str) -> Published | None:
+        def look(tx: Transaction) -> Published | None:
+            found = tx.driver(f"SELECT data, version FROM pointers WHERE name = {_mark(tx)}", (path,)).one_or_none()
+            return None if found is None else Published(bytes(found.data), found.version)
 
         return self._store.read(look)
 

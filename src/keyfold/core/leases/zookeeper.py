@@ -41,7 +41,7 @@ from keyfold.core.errors import (
     SettingsWrong,
     TicketRefused,
 )
-from keyfold.core.leases.lease import Lease
+from keyfold.core.leases.lease import Lease, Published
 
 try:
     from kazoo.client import KazooClient
@@ -88,13 +88,6 @@ class _Term(Struct, frozen=True):
 
     lease: Lease
     until: float
-
-
-class Published(Struct, frozen=True):
-    """What a pointer holds, and the version that the next `publish` must name."""
-
-    data: bytes
-    version: int
 
 
 class ZooKeeperLeases:
@@ -237,11 +230,7 @@ class ZooKeeperLeases:
     # Pointers -----------------------------------------------------------------------------------------------------
 
     def publish(self, path: str, data: bytes, version: int | None, lease: Lease) -> int:
-        """Set what a pointer holds, if it is still at `version` (None: not there yet) and the lease still ours.
-
-        One multi, so neither can change in between. Returns the new version. `LostRace`: another version is there.
-        `CommitUnknown`: the answer was lost; `published` tells.
-        """
+        """One multi of the fence and the pointer, so neither can change in between."""
         call = self._begin()
         fence = self._fence(call, lease)
         pointer = f"{POINTERS}/{_quoted(path)}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
+from keyfold.bulk import engines
 from keyfold.core.errors import BadInput
 from keyfold.core.times import iso
 from keyfold.orders.model import APPLICATION, BRAND, UNKNOWN, IdentityType, UnitState
@@ -245,19 +246,9 @@ def _files(where: str) -> list[Path]:
 
 
 def _parquet(paths: Sequence[Path], megabytes_max: int) -> "ir.Table":
-    try:
-        import ibis
-    except ImportError:
-        raise BadInput("history needs Ibis and DuckDB", hint="Install keyfold[bulk]") from None
-    connection = ibis.duckdb.connect()
-    for name, value in (
-        ("TimeZone", "UTC"),
-        ("preserve_insertion_order", "false"),
-        # What does not fit lies in a folder of its own, which goes with the connection.
-        ("memory_limit", f"{megabytes_max}MB"),
-        ("temp_directory", str(Path(tempfile.gettempdir()) / f"keyfold-history-{uuid.uuid4().hex}")),
-    ):
-        connection.raw_sql(f"SET {name} = '{value}'")
+    # What does not fit lies in a folder of its own, which goes with the connection.
+    scratch = Path(tempfile.gettempdir()) / f"keyfold-history-{uuid.uuid4().hex}"
+    connection = engines.duckdb_connection(megabytes_max, scratch)
     try:
         return connection.read_parquet([str(path) for path in paths])
     except Exception as error:

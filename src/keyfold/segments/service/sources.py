@@ -1,7 +1,6 @@
 """Tables that segments are evaluated over: Parquet files or anything that Ibis connects to, one engine at a time."""
 
 import itertools
-import os
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from keyfold.bulk import engines
 from keyfold.core.errors import BadInput
 from keyfold.segments.difference import is_number
 from keyfold.segments.settings import SegmentsSettings, TableSettings
@@ -83,11 +83,9 @@ def must_be_condition(condition: str) -> None:
     It may go to any engine, and what their functions can do nobody can list (`query_to_xml` of PostgreSQL runs a query,
     `java_method` of Spark any code): so only those may be called that are known, DuckDB's own of values.
     """
-    try:
-        import sqlglot
-        from sqlglot import exp
-    except ImportError:
-        raise BadInput(_NEEDS, hint=_INSTALL) from None
+    engines.ibis()  # brings what follows
+    import sqlglot
+    from sqlglot import exp
 
     try:
         parsed = sqlglot.parse_one(f"SELECT 1 FROM t WHERE ({condition})", read="duckdb")  # noqa: S608
@@ -118,7 +116,6 @@ def must_be_condition(condition: str) -> None:
             )
 
 
-_NEEDS, _INSTALL = "an evaluation needs Ibis and DuckDB", "pip install 'keyfold[bulk]'"
 # What may stand before a parenthesis without being a function: operators, syntax, types with a length.
 _WORDS = frozenset(
     """and or not in any all some is like ilike glob between similar to escape case when then else end if as distinct
@@ -141,10 +138,9 @@ _FORBIDDEN = (
 
 @cache
 def _functions() -> frozenset[str]:
-    try:
-        import duckdb
-    except ImportError:
-        raise BadInput(_NEEDS, hint=_INSTALL) from None
+    engines.ibis()
+    import duckdb
+
     with duckdb.connect() as connection:
         rows = connection.execute(
             "SELECT DISTINCT function_name FROM duckdb_functions()"
@@ -161,23 +157,12 @@ def _settings_of(settings: SegmentsSettings, table: str) -> TableSettings:
 
 def _opened(settings: SegmentsSettings, own: TableSettings, table: str) -> "ir.Table":
     try:
-        import ibis
-    except ImportError:
-        raise BadInput(_NEEDS, hint=_INSTALL) from None
-    try:
         if "://" in own.url:
-            return ibis.connect(_read_only(own.url)).table(own.name)
+            return engines.ibis().connect(_read_only(own.url)).table(own.name)
         if settings.engine == "spark":
-            return _spark().read_parquet(own.url)
-        connection = ibis.duckdb.connect()
+            return engines.spark_connection("segments").read_parquet(own.url)
         scratch = Path(tempfile.gettempdir()) / f"keyfold-segments-{uuid.uuid4().hex}"
-        for name, value in (
-            ("TimeZone", "UTC"),
-            ("memory_limit", f"{settings.engine_megabytes_max}MB"),
-            ("temp_directory", str(scratch)),
-        ):
-            connection.raw_sql(f"SET {name} = '{value}'")
-        return connection.read_parquet(own.url)
+        return engines.duckdb_connection(settings.engine_megabytes_max, scratch).read_parquet(own.url)
     except BadInput:
         raise
     except Exception as error:
@@ -191,24 +176,6 @@ def _read_only(url: str) -> str:
     if not url.startswith("duckdb://") or "read_only" in url or url.rstrip("/") == "duckdb:":
         return url
     return f"{url}{'&' if '?' in url else '?'}read_only=1"
-
-
-def _spark() -> Any:
-    try:
-        import ibis
-        from pyspark.sql import SparkSession
-    except ImportError:
-        raise BadInput(
-            "segments.engine is spark, which is not installed", hint="pip install 'keyfold[spark]'"
-        ) from None
-    session = (
-        SparkSession.builder.appName("keyfold segments")
-        .master(os.environ.get("SPARK_MASTER", "local[*]"))
-        .config("spark.sql.session.timeZone", "UTC")
-        .config("spark.ui.enabled", "false")
-        .getOrCreate()
-    )
-    return ibis.pyspark.connect(session)
 
 
 def _user_id(opened: "ir.Table", own: TableSettings, table: str) -> Any:

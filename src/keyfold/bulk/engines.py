@@ -1,0 +1,173 @@
+"""The engines of bulk work: DuckDB in the process, or Spark, behind the few verbs that a job needs."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from keyfold.core.errors import BadInput
+
+if TYPE_CHECKING:
+    import ibis.expr.types as ir
+    import pyarrow as pa
+
+EngineName = Literal["duckdb", "spark"]
+ROW_GROUP_ROWS = 122_880
+
+
+class Engine(Protocol):
+    """Where expressions are computed."""
+
+    def read(self, files: Sequence[str]) -> "ir.Table":
+        """Parquet files, or patterns of them, as one table."""
+        ...
+
+    def keep(self, expression: "ir.Table") -> "ir.Table":
+        """Compute now, and use the result several times."""
+        ...
+
+    def write(self, expression: "ir.Table", folder: Path) -> None:
+        """Compute into Parquet files of a new folder."""
+        ...
+
+    def rows(self, expression: "ir.Table") -> list[dict[str, Any]]:
+        """Compute a few rows."""
+        ...
+
+
+@contextlib.contextmanager
+def opened(engine: EngineName, *, job: str, megabytes_max: int, scratch: Path | None = None) -> "Iterator[Engine]":
+    """An engine for one job. What does not fit into memory goes to `scratch`."""
+    if engine == "spark":
+        yield Spark(spark_connection(job))
+        return
+    with scratch_folder(f"keyfold-{job}", scratch) as folder:
+        connection = duckdb_connection(megabytes_max, folder)
+        try:
+            yield DuckDB(connection)
+        finally:
+            connection.disconnect()
+
+
+@contextlib.contextmanager
+def scratch_folder(name: str, above: Path | None = None) -> Iterator[Path]:
+    """A folder that goes when the work is done."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=above))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class DuckDB:
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def read(self, files: Sequence[str]) -> "ir.Table":
+        return self._connection.read_parquet(list(files))
+
+    def keep(self, expression: "ir.Table") -> "ir.Table":
+        name = f"kept_{uuid.uuid4().hex}"
+        return self._connection.create_table(name, expression, temp=True)
+
+    def write(self, expression: "ir.Table", folder: Path) -> None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._connection.to_parquet(
+            expression, folder, compression="zstd", row_group_size=ROW_GROUP_ROWS, per_thread_output=True
+        )
+
+    def rows(self, expression: "ir.Table") -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._connection.to_pyarrow(expression).to_pylist()
+        return found
+
+
+class Spark:
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def read(self, files: Sequence[str]) -> "ir.Table":
+        name = f"read_{uuid.uuid4().hex}"
+        self._connection._session.read.parquet(*files).createOrReplaceTempView(name)
+        return self._connection.table(name)
+
+    def keep(self, expression: "ir.Table") -> "ir.Table":
+        # A cache alone would be computed anew, and perhaps otherwise, if a worker is lost.
+        name = f"kept_{uuid.uuid4().hex}"
+        computed = self._connection._session.sql(self._compiled(expression)).localCheckpoint(eager=True)
+        computed.createOrReplaceTempView(name)
+        return self._connection.table(name)
+
+    def write(self, expression: "ir.Table", folder: Path) -> None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        written = self._connection._session.sql(self._compiled(expression)).write
+        written.option("compression", "zstd").parquet(folder.as_uri())
+
+    def rows(self, expression: "ir.Table") -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._connection.to_pyarrow(expression).to_pylist()
+        return found
+
+    def _compiled(self, expression: "ir.Table") -> str:
+        self._connection._run_pre_execute_hooks(expression)
+        return str(self._connection.compile(expression))
+
+
+def table_of(rows: "pa.Table") -> "ir.Table":
+    """Rows of this process as a table of an expression."""
+    return ibis().memtable(rows)
+
+
+def rows_of(types: Mapping[str, str], columns: Mapping[str, Sequence[Any]]) -> "ir.Table":
+    """Columns of plain values as a table of an expression, of given types also where it is empty."""
+    import pyarrow as pa
+
+    schema = ibis().schema(types).to_pyarrow()
+    return table_of(pa.table({name: list(columns[name]) for name in types}, schema=schema))
+
+
+def empty(types: Mapping[str, str]) -> "ir.Table":
+    return rows_of(types, dict.fromkeys(types, ()))
+
+
+def duckdb_connection(megabytes_max: int, scratch: Path) -> Any:
+    """DuckDB with bounded memory, in UTC."""
+    connection = ibis().duckdb.connect()
+    for name, value in (
+        ("TimeZone", "UTC"),
+        ("memory_limit", f"{megabytes_max}MB"),
+        ("temp_directory", str(scratch)),
+    ):
+        connection.raw_sql(f"SET {name} = '{value}'")
+    # The order of rows is nobody's business, and keeping it costs memory.
+    connection.raw_sql("SET preserve_insertion_order = false")
+    return connection
+
+
+def spark_connection(job: str) -> Any:
+    """The Spark session of this process; SPARK_MASTER says where, this machine if it is not set."""
+    module = ibis()
+    try:
+        from pyspark.sql import SparkSession
+    except ImportError:
+        raise BadInput("the engine is spark, which is not installed", hint="pip install 'keyfold[spark]'") from None
+    session = (
+        SparkSession.builder.appName(f"keyfold {job}")
+        .master(os.environ.get("SPARK_MASTER", "local[*]"))
+        .config("spark.sql.session.timeZone", "UTC")
+        .config("spark.ui.enabled", "false")
+        .getOrCreate()
+    )
+    return module.pyspark.connect(session)
+
+
+def ibis() -> Any:
+    """Ibis, where it is installed with DuckDB."""
+    try:
+        import duckdb  # noqa: F401
+        import ibis as module
+    except ImportError:
+        raise BadInput("bulk work needs Ibis and DuckDB", hint="pip install 'keyfold[bulk]'") from None
+    return module

@@ -1,0 +1,430 @@
+"""Masters of data centres: take the lock, bring the last state near, run, give the new one away, publish it."""
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import structlog
+from msgspec import structs
+
+from keyfold.bulk import folders
+from keyfold.bulk.folders import MANIFEST, FolderUnreachable, Root
+from keyfold.core import audit
+from keyfold.core.clock import SystemClock
+from keyfold.core.context import Context
+from keyfold.core.errors import BadInput, Conflict, KeyfoldError, LeaseLost, NotFound, Unavailable
+from keyfold.numbering import metrics, model
+from keyfold.numbering.model import Published, Record, Version
+from keyfold.numbering.service import coordinating, finding, running, states
+from keyfold.numbering.service.coordinating import UNREACHABLE, Hold
+from keyfold.numbering.service.running import Request
+from keyfold.numbering.service.states import Stored
+from keyfold.numbering.settings import NumberingSettings, type_named
+
+log = structlog.get_logger(__name__)
+
+Tell = Callable[[str], None]
+
+
+class StateLost(Unavailable):
+    """The last state can be read from no cluster"""
+
+    slug = "state-lost"
+
+
+class CopiesLacking(Unavailable):
+    """Too few clusters could take a copy of the state, so it was not published"""
+
+    slug = "copies-lacking"
+
+
+class LockTaken(Conflict):
+    """Another master holds the lock"""
+
+    slug = "lock-taken"
+
+
+class Master:
+    """A master of one cluster."""
+
+    def __init__(self, context: Context, settings: NumberingSettings, type_name: str, cluster: str, name: str) -> None:
+        self._context = context
+        self._settings = settings
+        self._type_name = type_name
+        self._type = type_named(settings, type_name)
+        self._cluster = cluster
+        self._name = name
+        self._own = root_of(settings, cluster)
+        self._scratch = Path(settings.scratch) if settings.scratch else None
+
+    def run(
+        self,
+        offers: str,
+        shops: str = "",
+        *,
+        scheme: int | None = None,
+        is_forced: bool = False,
+        is_shrinking_allowed: bool = False,
+        wait_seconds_max: float = float("inf"),
+        tell: Tell = lambda _: None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> Published:
+        """Get the lock, however long it takes, and publish one more state under its ticket."""
+        request = running.asked(
+            self._settings,
+            offers=offers,
+            shops=shops,
+            target=self._own,
+            type=self._type.number,
+            scheme=self._type.scheme if scheme is None else scheme,
+            is_forced=is_forced,
+            is_shrinking_allowed=is_shrinking_allowed,
+        )
+        deadline = time.monotonic() + wait_seconds_max
+        while True:
+            published = self._once(request, tell)
+            if published is not None:
+                return published
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise LockTaken(f"another master holds the lock of {self._type_name}", hint="keyfold number history")
+            sleep(min(self._settings.retry_seconds, left))
+
+    def _once(self, request: Request, tell: Tell) -> Published | None:
+        """One try. None where the lock is not to be had now."""
+        with contextlib.ExitStack() as stack:
+            try:
+                hold = stack.enter_context(
+                    coordinating.locked(self._context, self._settings, self._type_name, self._name)
+                )
+            except UNREACHABLE as error:
+                log.warning("the coordinator does not answer", type=self._type_name, error=str(error))
+                tell("the coordinator does not answer; waiting")
+                return None
+            if hold is None:
+                tell("another master holds the lock; waiting")
+                return None
+            tell(f"lock taken, ticket {hold.ticket}")
+            try:
+                return self._under_lock(hold, request, tell)
+            except Exception as error:
+                metrics.RUNS.labels(self._type_name, "lock lost" if isinstance(error, LeaseLost) else "failed").inc()
+                raise
+
+    def _under_lock(self, hold: Hold, request: Request, tell: Tell) -> Published:
+        began = time.monotonic()
+        state, clusters = self._made(hold, request, tell)
+        published = _published(state, clusters, hold.ticket)
+        self._publish(hold, published)
+        tell(f"published {state.manifest.version}")
+        metrics.RUNS.labels(self._type_name, "published").inc()
+        metrics.RUN_SECONDS.labels(self._type_name).set(time.monotonic() - began)
+        measure(self._type_name, state)
+        self._afterwards(hold, state, tell)
+        return published
+
+    def _made(self, hold: Hold, request: Request, tell: Tell) -> tuple[Stored, list[str]]:
+        """A new state, on as many clusters as it must be."""
+        record = hold.record
+        before = self._brought(hold, record.current, tell) if record.current else None
+        path = f"{self._type_name}/{hold.ticket}-{uuid.uuid4().hex}"
+
+        def step(what: str) -> None:
+            hold.must_be_held()
+            tell(what)
+
+        try:
+            state = running.run(
+                structs.replace(
+                    request, before=before, path=path, rebuild_min=record.rebuild_next, is_restart=record.is_cut
+                ),
+                step,
+            )
+            return state, [self._cluster, *self._given(hold, state, tell)]
+        except KeyfoldError:
+            self._forget(path)
+            raise
+
+    def _publish(self, hold: Hold, published: Published) -> None:
+        """Move the pointer. Whatever happens, the files stay: an answer may be lost after the pointer has moved."""
+        try:
+            hold.change(lambda now: model.publish(now, published, history_max=self._settings.history_max))
+        except LeaseLost:
+            known = coordinating.look(self._context.leases, self._type_name)
+            if all(each.checksum != published.checksum for each in known.states):
+                raise
+
+    def _afterwards(self, hold: Hold, state: Stored, tell: Tell) -> None:
+        """What may be done later: its failure does not unmake what was published."""
+        try:
+            if self._settings.is_indexed:
+                finding.build(state, self._settings.engine_megabytes_max, self._scratch)
+                tell("indexed")
+            prune_under(hold, self._settings, self._type_name)
+        except (KeyfoldError, OSError) as error:
+            log.warning("published, but not tidied up", type=self._type_name, error=str(error))
+            tell(f"published, but not tidied up: {error}")
+
+    def _brought(self, hold: Hold, last: Published, tell: Tell) -> Stored:
+        """The last state on our own cluster, copied from wherever it can be read."""
+        failures: list[str] = []
+        try:
+            state = states.read(self._own, last.path, checksum=last.checksum)
+            self._bounded(partial(_verified, state), f"reading {state.where}")
+            return state
+        except (NotFound, Unavailable) as error:
+            if not isinstance(error, NotFound):
+                failures.append(str(error))
+                self._drop_broken(last)
+        for cluster in last.clusters:
+            if cluster == self._cluster or cluster not in self._settings.clusters:
+                continue
+            hold.must_be_held()
+            try:
+                source = root_of(self._settings, cluster)
+                found = states.read(source, last.path, checksum=last.checksum)
+                self._copied(found, self._own, tell, f"state copied from {cluster}")
+                return states.read(self._own, last.path, checksum=last.checksum)
+            except (NotFound, Unavailable) as error:
+                failures.append(f"{cluster}: {error}")
+        raise StateLost(
+            f"{last.version}, the last state of {self._type_name}, can be read from no cluster: {'; '.join(failures)}",
+            hint=f"Bring it back, or give it up: keyfold number invalidate --type {self._type_name}",
+        )
+
+    def _drop_broken(self, last: Published) -> None:
+        """Our own copy cannot be read: it must not stand in the way of another."""
+        if last.clusters != [self._cluster]:
+            try:
+                self._own.remove(last.path)
+            except Unavailable as error:
+                log.warning("a broken copy stays", path=last.path, error=str(error))
+
+    def _given(self, hold: Hold, state: Stored, tell: Tell) -> list[str]:
+        """Copy a state to other clusters until enough hold it."""
+        others = [name for name in self._settings.clusters if name != self._cluster]
+        wanted = min(self._settings.copies_min, 1 + len(others)) - 1
+        given: list[str] = []
+        failures: list[str] = []
+        for cluster in others:
+            if len(given) >= wanted:
+                break
+            hold.must_be_held()
+            try:
+                self._copied(state, root_of(self._settings, cluster), tell, f"copied to {cluster}")
+                given.append(cluster)
+            except Unavailable as error:
+                failures.append(f"{cluster}: {error}")
+        if len(given) < wanted:
+            raise CopiesLacking(
+                f"a state must be on {wanted + 1} clusters before it is published; it is on {1 + len(given)}:"
+                f" {'; '.join(failures)}",
+                hint="Mend the cluster, or lower numbering.copies_min",
+            )
+        return given
+
+    def _copied(self, state: Stored, target: Root, tell: Tell, words: str) -> None:
+        manifest = state.root.read(f"{state.path}/{MANIFEST}")
+        for left in range(self._settings.copy_tries_max - 1, -1, -1):
+            try:
+                self._bounded(
+                    lambda go_on: folders.copy(
+                        state.root, target, state.path, state.manifest.files, manifest, go_on=go_on
+                    ),
+                    f"copying {state.where}",
+                )
+                tell(words)
+                return
+            except FolderUnreachable as error:
+                if not left:
+                    raise
+                log.warning("a copy failed and is tried again", state=state.where, error=str(error))
+
+    def _bounded(self, work: "Callable[[Callable[[], None]], None]", what: str) -> None:
+        folders.within(self._settings.copy_seconds_max, work, what)
+
+    def _forget(self, path: str) -> None:
+        """What was not published is nothing; whatever cannot be deleted now is deleted by a later master."""
+        for cluster in self._settings.clusters:
+            try:
+                root_of(self._settings, cluster).remove(path)
+            except KeyfoldError as error:
+                log.warning("an unpublished state stays for now", cluster=cluster, path=path, error=str(error))
+
+
+def invalidate(
+    context: Context, settings: NumberingSettings, type_name: str, master: str, *, why: str, even_if_readable: bool
+) -> Record:
+    """Declare the last state invalid under a ticket; the pointer returns to the newest one that can be read."""
+    type_named(settings, type_name)
+    with coordinating.locked(context, settings, type_name, master) as hold:
+        if hold is None:
+            raise LockTaken(f"a master holds the lock of {type_name}", hint="Wait until it is done, or stop it")
+        lost: list[Published] = []
+        for state in reversed(hold.record.states):
+            if state.invalid:
+                continue
+            hold.must_be_held()
+            is_last = state == hold.record.current
+            if not (is_last and even_if_readable) and not state.is_deleted and readable(settings, state):
+                if is_last:
+                    raise Conflict(
+                        f"{state.version}, the last state of {type_name}, can be read",
+                        hint="If it is wrong nevertheless: --even-if-readable",
+                    )
+                break
+            lost.append(state)
+        if not lost:
+            raise NotFound(f"no state of {type_name} was ever published")
+        checksums = [each.checksum for each in lost]
+        record = hold.change(lambda now: model.declare_invalid(now, hold.ticket, checksums, why))
+        named = ", ".join(each.version for each in lost)
+        context.store.transact(
+            lambda tx: audit.record(tx, master, "numbering invalidate", f"{type_name}: {named}"), once=True
+        )
+        return record
+
+
+def prune(context: Context, settings: NumberingSettings, type_name: str, master: str) -> "Pruned":
+    """Drop and delete what the policy no longer keeps."""
+    type_named(settings, type_name)
+    with coordinating.locked(context, settings, type_name, master) as hold:
+        if hold is None:
+            raise LockTaken(f"a master holds the lock of {type_name}", hint="It prunes when it has published")
+        return prune_under(hold, settings, type_name)
+
+
+class Pruned(msgspec.Struct, frozen=True):
+    """What a pruning did."""
+
+    dropped: list[str]  # versions that got a tombstone now
+    deleted: list[str]  # versions whose files are gone now
+    leftovers: int  # folders of runs that were never published
+    failures: list[str]
+
+
+def prune_under(hold: Hold, settings: NumberingSettings, type_name: str) -> Pruned:
+    """Put tombstones on what is no longer kept, delete what had one for long enough, and what dead masters left.
+
+    A folder that no record names and whose ticket is older than ours can never be published: its master lost the lock.
+    """
+    now_us = SystemClock().now_us()
+    dropped = model.to_drop(hold.record, states_kept=settings.states_kept, rebuilds_kept=settings.rebuilds_kept)
+    if dropped:
+        hold.change(lambda record: model.drop(record, hold.ticket, [each.checksum for each in dropped], now_us))
+    due = [
+        each
+        for each in hold.record.states
+        if each.dropped_at_us
+        and not each.is_deleted
+        and now_us - each.dropped_at_us >= settings.grace_hours * 3_600_000_000
+    ]
+    failures: list[str] = []
+    gone: list[Published] = []
+    leftovers = 0
+    roots = {name: root_of(settings, name) for name in settings.clusters}
+    for state in due:
+        hold.must_be_held()
+        before = len(failures)
+        for name, root in roots.items():
+            _removed(root, [state.path, finding.index_path(state.path)], name, failures)
+        if len(failures) == before:
+            gone.append(state)
+    if gone:
+        hold.change(lambda record: model.deleted(record, hold.ticket, [each.checksum for each in gone]))
+    named = {path for each in hold.record.states for path in (each.path, finding.index_path(each.path))}
+    for name, root in roots.items():
+        try:
+            found = [f"{type_name}/{each}" for each in root.names(type_name)]
+        except Unavailable as error:
+            failures.append(f"{name}: {error}")
+            continue
+        stale = [path for path in found if path not in named and _ticket_of(path) < hold.ticket]
+        leftovers += _removed(root, stale, name, failures)
+    return Pruned([each.version for each in dropped], [each.version for each in gone], leftovers, failures)
+
+
+def _removed(root: Root, paths: Sequence[str], cluster: str, failures: list[str]) -> int:
+    removed = 0
+    for path in paths:
+        try:
+            root.remove(path)
+            removed += 1
+        except Unavailable as error:
+            failures.append(f"{cluster}: {error}")
+    return removed
+
+
+def _ticket_of(path: str) -> int:
+    """The ticket that a folder was made under; what has none in its name is not ours to delete."""
+    text = path.rpartition("/")[2].partition("-")[0]
+    return int(text) if text.isdigit() else 2**63
+
+
+def readable(settings: NumberingSettings, state: Published) -> bool:
+    """Whether any cluster still has all of a state."""
+    return next(_readable_from(settings, state), None) is not None
+
+
+def stored(settings: NumberingSettings, state: Published, cluster: str = "") -> Stored:
+    """A published state where it can be read; by its manifest, which is compared with what was published."""
+    names = [cluster] if cluster else state.clusters
+    failures = []
+    for name in names:
+        try:
+            return states.read(root_of(settings, name), state.path, checksum=state.checksum)
+        except (NotFound, Unavailable) as error:
+            failures.append(f"{name}: {error}")
+    raise StateLost(f"{state.version} cannot be read: {'; '.join(failures)}")
+
+
+def _readable_from(settings: NumberingSettings, state: Published) -> Iterator[str]:
+    for name in settings.clusters:
+        try:
+            found = states.read(root_of(settings, name), state.path, checksum=state.checksum)
+            folders.within(settings.copy_seconds_max, partial(_verified, found), f"reading {found.where}")
+            yield name
+        except (NotFound, Unavailable) as error:
+            log.debug("a copy of a state cannot be read", cluster=name, version=state.version, error=str(error))
+
+
+def _verified(state: Stored, _: Callable[[], None]) -> None:
+    states.verify(state)
+
+
+def root_of(settings: NumberingSettings, cluster: str) -> Root:
+    if cluster not in settings.clusters:
+        raise BadInput(
+            f"there is no cluster {cluster[:100]!r}", hint=f"numbering.clusters has {', '.join(settings.clusters)}"
+        )
+    return Root(settings.clusters[cluster])
+
+
+def measure(type_name: str, state: Stored) -> None:
+    metrics.GENERATION.labels(type_name).set(Version.parse(state.manifest.version).generation)
+    metrics.HOLES.labels(type_name).set(state.manifest.summary.holes)
+    metrics.PLACES.labels(type_name).set(sum(each.places for each in state.manifest.shards))
+
+
+def _published(state: Stored, clusters: list[str], ticket: int) -> Published:
+    manifest = state.manifest
+    return Published(
+        version=manifest.version,
+        run=manifest.run,
+        path=state.path,
+        clusters=clusters,
+        checksum=state.checksum,
+        ticket=ticket,
+        published_at_us=SystemClock().now_us(),
+        reason=manifest.reason,
+        known=manifest.summary.known,
+        new=manifest.summary.new,
+        reused=manifest.summary.reused,
+        expired=manifest.summary.expired,
+        holes=manifest.summary.holes,
+        bytes=manifest.summary.bytes,
+    )
