@@ -16,9 +16,9 @@ import keyfold.tally.tables  # noqa: F401
 from keyfold.core import metrics
 from keyfold.core.clock import ManualClock
 from keyfold.core.errors import LeasesUnreachable, LostRace, SettingsWrong, TicketRefused
-from keyfold.core.leases.lease import Lease, Leases
+from keyfold.core.leases.lease import Lease, Leases, Published
 from keyfold.core.leases.sql import SqlLeases
-from keyfold.core.leases.zookeeper import Published, ZooKeeperLeases
+from keyfold.core.leases.zookeeper import ZooKeeperLeases
 from keyfold.core.store import Store, migrate
 from tests.servers.zookeeper import ZooKeeperServer
 
@@ -675,20 +675,18 @@ def test_losing_a_server_writes_one_line_a_change_and_nothing_through_logging(
 # Publishing under a lease -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.xdist_group("zookeeper")
 @pytest.mark.spec("NUM-11")
-def test_a_holder_publishes_from_version_to_version(zookeeper: ZooKeeperService, name: str) -> None:
-    leases = zookeeper.client()
+def test_a_holder_publishes_from_version_to_version(service: Service, name: str) -> None:
+    leases = service.client()
     lease = only(leases.acquire([name], "alice", LONG_SECONDS))
     assert leases.published(name) is None
     assert leases.publish(name, b"one", None, lease) == 0
     assert leases.publish(name, b"two", 0, lease) == 1
-    assert zookeeper.client().published(name) == Published(b"two", 1)
+    assert service.client().published(name) == Published(b"two", 1)
 
 
-@pytest.mark.xdist_group("zookeeper")
-def test_a_publication_from_a_version_that_is_gone_loses_the_race(zookeeper: ZooKeeperService, name: str) -> None:
-    leases = zookeeper.client()
+def test_a_publication_from_a_version_that_is_gone_loses_the_race(service: Service, name: str) -> None:
+    leases = service.client()
     lease = only(leases.acquire([name], "alice", LONG_SECONDS))
     with pytest.raises(LostRace):
         leases.publish(name, b"none yet", 0, lease)
@@ -700,10 +698,9 @@ def test_a_publication_from_a_version_that_is_gone_loses_the_race(zookeeper: Zoo
     assert leases.published(name) == Published(b"two", 1)
 
 
-@pytest.mark.xdist_group("zookeeper")
 @pytest.mark.spec("NUM-11")
-def test_a_holder_whose_lease_passed_on_cannot_publish(zookeeper: ZooKeeperService, name: str) -> None:
-    alice, bob = zookeeper.client(), zookeeper.client()
+def test_a_holder_whose_lease_passed_on_cannot_publish(service: Service, name: str) -> None:
+    alice, bob = service.client(), service.client()
     old = only(alice.acquire([name], "alice", LONG_SECONDS))
     alice.publish(name, b"by alice", None, old)
     alice.release([old])
@@ -717,15 +714,35 @@ def test_a_holder_whose_lease_passed_on_cannot_publish(zookeeper: ZooKeeperServi
         alice.publish(name, b"later", 1, old)
 
 
-@pytest.mark.xdist_group("zookeeper")
 @pytest.mark.spec("NUM-11")
-def test_a_holder_past_its_lease_cannot_publish_even_if_nobody_took_it(zookeeper: ZooKeeperService, name: str) -> None:
-    leases = zookeeper.client()
-    lease = only(leases.acquire([name], "alice", zookeeper.short_seconds))
-    assert zookeeper.after_a_short_lease(lambda: leases.held([name]) == [])
+def test_a_holder_past_its_lease_cannot_publish_even_if_nobody_took_it(service: Service, name: str) -> None:
+    leases = service.client()
+    lease = only(leases.acquire([name], "alice", service.short_seconds))
+    assert service.after_a_short_lease(lambda: leases.held([name]) == [])
     with pytest.raises(TicketRefused):
         leases.publish(name, b"late", None, lease)
     assert leases.published(name) is None
+
+
+@pytest.mark.spec("NUM-11")
+def test_of_many_who_publish_from_one_version_one_does(service: Service, name: str) -> None:
+    leases = service.client()
+    lease = only(leases.acquire([name], "alice", LONG_SECONDS))
+    leases.publish(name, b"first", None, lease)
+    outcomes: list[object] = []
+
+    def publish(number: int) -> None:
+        try:
+            outcomes.append(leases.publish(name, b"%d" % number, 0, lease))
+        except LostRace:
+            outcomes.append("lost")
+
+    threads = [threading.Thread(target=publish, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(map(str, outcomes)) == ["1", "lost", "lost", "lost"]
 
 
 @pytest.mark.xdist_group("zookeeper")
