@@ -75,11 +75,11 @@ class Root:
         return Root(f"{self.url.rstrip('/')}/{path}") if path else self
 
     def exists(self, path: str = "") -> bool:
-        with self._failing():
+        with self.failing():
             return bool(self._fs.exists(self.at(path)))
 
     def read(self, path: str, bytes_max: int = 64 * 1024 * 1024) -> bytes:
-        with self._failing():
+        with self.failing():
             try:
                 with self._fs.open(self.at(path), "rb") as file:
                     data = file.read(bytes_max + 1)
@@ -91,7 +91,7 @@ class Root:
 
     def open(self, path: str) -> Any:
         """A file to read from at any place."""
-        with self._failing():
+        with self.failing():
             try:
                 return self._fs.open(self.at(path), "rb")
             except (FileNotFoundError, NotADirectoryError):
@@ -99,7 +99,7 @@ class Root:
 
     def names(self, path: str = "") -> list[str]:
         """What lies directly below a folder; nothing where there is none."""
-        with self._failing():
+        with self.failing():
             try:
                 self._fs.invalidate_cache()
                 found = self._fs.ls(self.at(path), detail=False)
@@ -109,7 +109,7 @@ class Root:
 
     def remove(self, path: str) -> None:
         """Delete a folder whole. Locally it is renamed first, so that nobody sees half of it."""
-        with self._failing():
+        with self.failing():
             target = self.at(path)
             if self.is_local:
                 aside = f"{target}{WRITING}{uuid.uuid4().hex}"
@@ -131,12 +131,12 @@ class Root:
 
     def put(self, source: Path, path: str) -> None:
         """Copy a local file here."""
-        with self._failing():
+        with self.failing():
             self._fs.makedirs(self.at(path).rpartition("/")[0], exist_ok=True)
             self._fs.put_file(str(source), self.at(path))
 
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
+    def failing(self) -> Iterator[None]:
         """The failures of a file system in one word."""
         try:
             yield
@@ -152,7 +152,7 @@ class Draft:
         if target.exists(path) and target.names(path):
             raise Conflict(f"{target.shown(path)} is there already", hint="A state is never overwritten: name another")
         name = f"{path.rpartition('/')[2] or target.path.rstrip('/').rpartition('/')[2]}{WRITING}{uuid.uuid4().hex}"
-        with target._failing():
+        with target.failing():
             if target.is_local:
                 final = target.local(path)
                 final.parent.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ class Draft:
     def files(self) -> list[FileEntry]:
         """Sync every file, and say what it holds."""
         found = sorted(path for path in self.folder.rglob("*") if path.is_file())
-        with self._target._failing(), concurrent.futures.ThreadPoolExecutor(4) as pool:
+        with self._target.failing(), concurrent.futures.ThreadPoolExecutor(4) as pool:
             entries = list(pool.map(lambda path: _entry(path, str(path.relative_to(self.folder))), found))
             for folder in {path.parent for path in found} | {self.folder}:
                 sync(folder)
@@ -173,7 +173,7 @@ class Draft:
 
     def publish(self, manifest: bytes | None) -> None:
         """Give it its name. From here on it never changes. Without a manifest it is a plain dataset."""
-        with self._target._failing():
+        with self._target.failing():
             written = self.folder / MANIFEST
             if manifest is not None:
                 written.write_bytes(manifest)
@@ -249,14 +249,14 @@ def copy(
     try:
         for entry in files:
             local = draft.folder / entry.path
-            with target._failing():
+            with target.failing():
                 local.parent.mkdir(parents=True, exist_ok=True)
                 with local.open("wb") as written:
                     _copied(source, path, entry, written.write, go_on)
                     written.flush()
                     os.fsync(written.fileno())
             tell(entry.bytes)
-        with target._failing():
+        with target.failing():
             for folder in {(draft.folder / entry.path).parent for entry in files}:
                 sync(folder)
         draft.publish(manifest)
@@ -324,7 +324,7 @@ def _copied(
 
 
 def _read(root: Root, file: Any) -> bytes:
-    with root._failing():
+    with root.failing():
         return bytes(file.read(CHUNK_BYTES))
 
 

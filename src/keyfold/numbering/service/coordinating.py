@@ -12,7 +12,7 @@ import structlog
 
 from keyfold.core.clock import SystemClock
 from keyfold.core.context import Context
-from keyfold.core.errors import CommitUnknown, LeasesUnreachable, LostRace, StoreUnreachable
+from keyfold.core.errors import CommitUnknown, KeyfoldError, LeaseLost, LeasesUnreachable, LostRace, StoreUnreachable
 from keyfold.core.leases.holding import Holding
 from keyfold.core.leases.lease import Lease, Leases
 from keyfold.numbering import model
@@ -67,6 +67,15 @@ class Hold:
 
     def must_be_held(self) -> None:
         self._holding.must_be_held()
+
+    def tell_if_lost(self, error: KeyfoldError) -> None:
+        """If the lock has passed on, that is the reason for whatever failed: a newer master clears away our files."""
+        try:
+            now = holder(self._leases, self._type)
+        except UNREACHABLE:
+            return
+        if now is None or now.ticket != self.ticket:
+            raise LeaseLost(f"the lock of {self._type} has passed on") from error
 
     def change(self, rule: Callable[[Record], Record]) -> Record:
         """Change the record by a rule, or be refused because the lock has passed on.

@@ -31,7 +31,7 @@ def dataset(url: str, scratch: Path | None) -> Iterator[list[str]]:
     if root.is_local:
         yield found
         return
-    with engines.scratch_folder("keyfold-input", scratch) as folder, root._failing():
+    with engines.scratch_folder("keyfold-input", scratch) as folder, root.failing():
         local = [str(folder / f"{number:05d}.parquet") for number in range(len(found))]
         for source, target in zip(found, local, strict=True):
             root._fs.get_file(source, target)
@@ -40,7 +40,7 @@ def dataset(url: str, scratch: Path | None) -> Iterator[list[str]]:
 
 def _parquet(root: Root) -> list[str]:
     """A folder is a dataset of all the Parquet files below it, but for those whose name is not meant to be read."""
-    with root._failing():
+    with root.failing():
         fs, path = root._fs, root.path
         if any(mark in path for mark in "*?["):
             return sorted(str(each) for each in fs.glob(path))

@@ -145,8 +145,9 @@ class Master:
                 step,
             )
             return state, [self._cluster, *self._given(hold, state, tell)]
-        except KeyfoldError:
+        except KeyfoldError as error:
             self._forget(path)
+            hold.tell_if_lost(error)
             raise
 
     def _publish(self, hold: Hold, published: Published) -> None:

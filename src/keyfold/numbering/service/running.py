@@ -94,7 +94,7 @@ def run(request: Request, tell: Callable[[str], None] = lambda _: None) -> Store
     for root in extra:
         if root.exists() and root.names():
             raise BadInput(f"{root.url} is there already", hint="Name a folder that is new")
-    with _inputs(request) as (engine, before, offers):
+    with request.target.failing(), _inputs(request) as (engine, before, offers):
         tell("read")
         draft = Draft(request.target, request.path, request.scratch)
         try:
