@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.acceptance.served import KEYFOLD, LOGS, PROFILES, TRIAL, UNITS, Served, Start, serving
+from tests.acceptance.served import KEYFOLD, LOGS, PROFILES, TRIAL, TYPES, UNITS, Served, Start, serving
 
 
 @pytest.fixture
@@ -44,5 +44,5 @@ def start_trial(tmp_path: Path) -> Iterator[Start]:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One server for all the tests that leave it as it was; `shared.token` may do everything."""
     limits = {"KEYFOLD_LIMITS_REQUEST_SECONDS_MAX": "2", "KEYFOLD_LIMITS_BODY_BYTES_MAX": "2000000"}
-    with serving(tmp_path_factory.mktemp("shared"), {**PROFILES, **UNITS, **limits}) as served:
+    with serving(tmp_path_factory.mktemp("shared"), {**PROFILES, **UNITS, **TYPES, **limits}) as served:
         yield served

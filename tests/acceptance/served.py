@@ -27,6 +27,7 @@ PROFILES = {
     "KEYFOLD_PROFILES_HANDLERS": str(ROOT / "tests/profile_handlers.py"),
 }
 UNITS = {"KEYFOLD_ORDERS_UNITS": '{"rides": {}, "food": {"identities": ["phone_id"], "dimensions": ["place"]}}'}
+TYPES = {"KEYFOLD_NUMBERING_TYPES": '{"a": {"number": 1}, "hers": {"number": 2}, "his": {"number": 3}}'}
 # For tests that call faster than any client may.
 QUIET_LIMITS = {
     "KEYFOLD_LIMITS_REFUSALS_PER_SECOND_MAX": "1000000",

@@ -885,6 +885,9 @@ CASES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("segments", "sweep"): (),
     ("segments", "get"): ("1",),
     ("segments", "history"): ("1",),
+    ("number", "history"): (),
+    ("number", "prune"): (),
+    ("number", "shard"): ("7/5/1/chair",),
     ("counters", "example"): (),
     ("counters", "show"): (str(EXAMPLE),),
     ("counters", "lint"): (str(EXAMPLE), str(EXAMPLE)),
@@ -904,6 +907,10 @@ ELSEWHERE = {
     ("orders", "import"),
     ("orders", "add-dimension"),
     ("orders", "correct"),
+    *(
+        ("number", each)
+        for each in ("run", "run-master", "plan", "find", "compatible", "index", "invalidate", "offers")
+    ),
     *(("segments", each) for each in ("evaluate", "upload", "approve", "retry", "off", "on", "why")),
 }
 

@@ -17,6 +17,8 @@ import requests
 
 from keyfold.core.access import SCOPES
 from tests.acceptance.served import KEYFOLD, Served, Start, tally, token_for
+from tests.acceptance.served import TYPES as TYPES_SET
+from tests.numbering import opened as numbering_opened
 
 JSON = "Content-Type: application/json\r\n"
 
@@ -284,6 +286,7 @@ UNIT_OF = {"a": "rides", "hers": "rides", "his": "food", "nobodys": "groceries"}
 TYPES = {"a": "user", "hers": "user", "his": "banner", "nobodys": "page"}
 LOGS_OF = {"user": "visit", "banner": "ads", "page": "none"}
 SEGMENT = "/v1/segments/{segment_id}"
+NUMBERING = "/v1/numbering/{type}"
 UPLOAD_OF = {"nobodys": "0" * 32}  # of each segment, once it was begun
 
 # One good request for every route in the document, about the thing that `key` stands for.
@@ -346,10 +349,23 @@ CASES: dict[tuple[str, str], Callable[[str], tuple[str, dict[str, Any]]]] = {
     ("post", "/v1/user-segments"): lambda key: ("/v1/user-segments", {"json": {"user_ids": ["1"]}}),
     ("get", "/v1/user-segments/{user_id}/why"): lambda key: (f"/v1/user-segments/1/why?segment_id={key}", {}),
     ("get", "/v1/user-segments/{user_id}/history"): lambda key: ("/v1/user-segments/1/history", {}),
+    ("get", "/v1/numbering"): lambda key: ("/v1/numbering", {}),
+    ("get", NUMBERING): lambda key: (f"/v1/numbering/{key}", {}),
+    ("get", f"{NUMBERING}/history"): lambda key: (f"/v1/numbering/{key}/history", {}),
+    ("get", f"{NUMBERING}/compatible"): lambda key: (f"/v1/numbering/{key}/compatible?data=1.0.0.0", {}),
+    ("post", f"{NUMBERING}/find"): lambda key: (
+        f"/v1/numbering/{key}/find",
+        {"json": {"places": [{"shard_id": 0, "doc_id": 0}]}},
+    ),
     ("get", "/metrics"): lambda key: ("/metrics", {}),
 }
 # Its answer has only what the caller may see.
-NAMES_NOTHING = {("get", "/metrics"), ("get", "/v1/segments"), ("post", "/v1/user-segments")}
+NAMES_NOTHING = {
+    ("get", "/metrics"),
+    ("get", "/v1/segments"),
+    ("post", "/v1/user-segments"),
+    ("get", "/v1/numbering"),
+}
 # It speaks of everything, so a caller who may see some is told that there is nothing.
 NEEDS_ALL = {
     ("get", "/v1/segment-queue"),
@@ -367,14 +383,24 @@ ANSWERS = {
 
 
 @pytest.fixture(scope="module")
-def with_segments(shared: Served) -> Served:
-    """The shared server with segments, and uploads begun."""
+def with_things(shared: Served, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """The shared server with segments, uploads begun, and places given."""
     for key in ("a", "hers", "his"):
         made = shared.call("POST", "/v1/segments", shared.token, json={"segment_id": key})
         assert made.status_code == 200, made.text
         begun = shared.call("POST", f"/v1/segments/{key}/uploads", shared.token)
         UPLOAD_OF[key] = begun.json()["upload_id"]
+    number_offers(shared, tmp_path_factory.mktemp("numbering"))
     return shared
+
+
+def number_offers(served: Served, folder: Path) -> None:
+    """Publish a state of every type, as a master beside the server does."""
+    home = Path(served.store_url.removeprefix("sqlite:///")).parent / "keyfold-numbering"
+    types = json.loads(TYPES_SET["KEYFOLD_NUMBERING_TYPES"])
+    with numbering_opened(served.store_url, folder, types=types, clusters={"home": str(home)}) as numbering:
+        for name in types:
+            numbering.run(1, 2, 3, cluster="home", type_name=name)
 
 
 def now_iso() -> str:
@@ -393,17 +419,17 @@ def guarded(served: Served) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.spec("CORE-15")
-def test_every_route_refuses_whoever_has_no_token(with_segments: Served) -> None:
-    for method, path, _ in guarded(with_segments):
+def test_every_route_refuses_whoever_has_no_token(with_things: Served) -> None:
+    for method, path, _ in guarded(with_things):
         address, request = CASES[method, path]("a")
-        answer = with_segments.call(method, address, **request)
+        answer = with_things.call(method, address, **request)
         assert (answer.status_code, slug(answer)) == (401, "unauthenticated"), f"{method} {path}"
 
 
 @pytest.mark.spec("CORE-15")
-def test_every_route_takes_its_own_scope_and_no_other(with_segments: Served) -> None:
+def test_every_route_takes_its_own_scope_and_no_other(with_things: Served) -> None:
     """The matrix of scopes and routes from the document; a route without a case fails."""
-    served = with_segments
+    served = with_things
     routes = guarded(served)
     assert {(method, path) for method, path, _ in routes} == set(CASES)
     for scope in SCOPES:
@@ -419,12 +445,12 @@ def test_every_route_takes_its_own_scope_and_no_other(with_segments: Served) -> 
 
 
 @pytest.mark.spec("CORE-15")
-def test_of_two_tokens_neither_sees_what_is_granted_to_the_other(with_segments: Served) -> None:
+def test_of_two_tokens_neither_sees_what_is_granted_to_the_other(with_things: Served) -> None:
     """Disjoint grants × every route × both things; what is hidden looks as what is not there."""
-    shared = with_segments
+    shared = with_things
     url = shared.store_url
     tokens = {
-        own: token_for(url, tally=[own], profile=[TYPES[own]], unit=[UNIT_OF[own]], segment=[own])
+        own: token_for(url, tally=[own], profile=[TYPES[own]], unit=[UNIT_OF[own]], segment=[own], numbering=[own])
         for own in ("hers", "his")
     }
     for method, path, _ in guarded(shared):
@@ -443,6 +469,7 @@ def test_of_two_tokens_neither_sees_what_is_granted_to_the_other(with_segments: 
     assert values == {"hers": 1, "his": 1, "nobodys": 0}
     listed = shared.call("GET", "/v1/segments", tokens["hers"]).json()["segments"]
     assert [each["segment_id"] for each in listed] == ["hers"]
+    assert shared.call("GET", "/v1/numbering", tokens["hers"]).json() == {"types": ["hers"]}
 
 
 # Asking again -----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The tutorial and the pages are true: every command in them runs, and prints what they say."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -13,12 +14,14 @@ MARK = "=== next command ==="
 
 
 def commands(text: str) -> list[tuple[str, str]]:
-    """Each command with the output it promises."""
+    """Each command, which may go on in lines that begin with `> `, and the output it promises."""
     found: list[tuple[str, str]] = []
     for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            command, _, output = part.partition("\n")
-            found.append((command, output.strip()))
+            first, *rest = part.split("\n")
+            more = list(itertools.takewhile(lambda line: line.startswith("> "), rest))
+            command = "\n".join([first, *(line[2:] for line in more)])
+            found.append((command, "\n".join(rest[len(more) :]).strip()))
     return found
 
 
@@ -29,7 +32,7 @@ def matches(promised: str, printed: str) -> bool:
 
 
 @pytest.mark.spec("CORE-15", "CORE-19", "CORE-20", "CORE-22")
-@pytest.mark.parametrize("page", ["tutorial.md", "segments.md"])
+@pytest.mark.parametrize("page", ["tutorial.md", "segments.md", "numbering.md"])
 def test_every_command_of_a_page_prints_what_it_promises(page: str, tmp_path: Path) -> None:
     steps = commands((DOCS / page).read_text(encoding="utf-8"))
     script = "\n".join(f"echo '{MARK}'\n{command}" for command, _ in steps)

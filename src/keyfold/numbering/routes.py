@@ -29,11 +29,11 @@ class TypePath(Struct, frozen=True):
     type: TypeName
 
 
-class DataQuery(Struct, frozen=True):
+class DataQuery(Struct, frozen=True, forbid_unknown_fields=True):
     data: VersionText
 
 
-class HistoryQuery(Struct, frozen=True):
+class HistoryQuery(Struct, frozen=True, forbid_unknown_fields=True):
     limit: Annotated[int, Meta(ge=1, le=1000)] = 100
 
 
