@@ -311,3 +311,25 @@ def test_what_is_published_is_told_over_http(keyfold: Run, tmp_path: Path, start
     for wrong in ("?data=1.0", "", "?data=1.0.0.99999999999"):
         assert served.call("GET", f"/v1/numbering/main/compatible{wrong}", token).status_code == 400
     assert served.call("GET", "/v1/numbering/other", token).status_code == 404
+
+
+@pytest.mark.spec("NUM-10", "CORE-20")
+def test_a_master_that_is_told_to_stop_hands_the_lock_back(keyfold: Run, tmp_path: Path) -> None:
+    table = offers(tmp_path, "o1", 1, 2)
+    told(keyfold("run-master", "--cluster", "arnold", "--input-offers-table", table, "--json"))
+    # An input that never comes.
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "slow.parquet")
+    slow = subprocess.Popen(
+        [*KEYFOLD, "number", "run-master", "--cluster", "hahn", "--input-offers-table", "pipe/slow.parquet"],
+        cwd=tmp_path,
+        env={**os.environ, **CLUSTERS, **ONE_SHARD},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert slow.stderr is not None
+    assert "lock taken" in slow.stderr.readline()
+    slow.terminate()
+    slow.wait(60)
+    assert told(keyfold("history", "--json"))["lock"] is None
+    assert told(keyfold("run-master", "--cluster", "hahn", "--input-offers-table", table, "--json"))["run"] == 2

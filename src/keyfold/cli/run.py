@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,8 @@ FAILED, WRONG_USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 def run(arguments: Sequence[str]) -> int:
     """Run one command line to its exit code."""
     as_json = "--json" in arguments
+    # As Ctrl-C: what is held is handed back, what was half written is taken away.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         answer = root().main(args=list(arguments), prog_name="keyfold", standalone_mode=False)
         sys.stdout.flush()
