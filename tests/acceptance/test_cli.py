@@ -909,7 +909,7 @@ ELSEWHERE = {
     ("orders", "correct"),
     *(
         ("number", each)
-        for each in ("run", "run-master", "plan", "find", "compatible", "index", "invalidate", "offers")
+        for each in ("run", "run-master", "plan", "find", "compatible", "index", "invalidate", "adopt", "offers")
     ),
     *(("segments", each) for each in ("evaluate", "upload", "approve", "retry", "off", "on", "why")),
 }

@@ -23,7 +23,7 @@ from keyfold.core.relay import Relay
 from keyfold.core.topics.topic import Message, Record
 from keyfold.numbering.model import Place, Version
 from keyfold.numbering.service import building, comparing, coordinating, finding, mastering, planning, running, states
-from keyfold.numbering.service.mastering import CopiesLacking, LockTaken, StateLost
+from keyfold.numbering.service.mastering import CopiesLacking, LockTaken, Master, StateLost
 from keyfold.numbering.worker import Upkeep, consumers
 from tests.numbering import Numbering, columns, key, opened, places, rows
 from tests.product import consume_all, relay_all
@@ -322,6 +322,37 @@ def test_a_state_that_can_be_read_is_declared_invalid_only_when_it_is_meant(smal
     assert small.record().current is None
     # V goes on even when nothing is left to go on from.
     assert small.run(1).version == "1.0.1.0"
+
+
+@pytest.mark.spec("NUM-10", "NUM-05")
+def test_a_new_coordinator_does_not_begin_anew_beside_states_that_it_does_not_know(tmp_path: Path) -> None:
+    with opened(f"sqlite:///{tmp_path / 'one.db'}", tmp_path) as product:
+        product.run(1, 2)
+        product.run(1, 2, 3)
+        kept = places(product.last())
+    with opened(f"sqlite:///{tmp_path / 'two.db'}", tmp_path) as product:
+        for _ in range(2):
+            with pytest.raises(Conflict, match="keyfold number adopt"):
+                product.run(1)
+        record = mastering.adopt(product.context, product.settings, "main", "tester")
+        assert record.current is not None
+        assert (record.current.version, record.rebuild_next) == ("1.0.0.1", 1)
+        assert record.current.clusters == ["arnold", "hahn"]
+        with pytest.raises(Conflict, match="already"):
+            mastering.adopt(product.context, product.settings, "main", "tester")
+        assert product.run(1, 2, 3, 4).version == "1.0.1.0"
+        assert {each: places(product.last())[each] for each in kept} == kept
+
+
+@pytest.mark.spec("NUM-10")
+def test_a_first_master_that_died_stands_in_nobodys_way(small: Numbering, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Master, "_publish", lambda *_: (_ for _ in ()).throw(SystemExit(9)))
+    with pytest.raises(SystemExit):
+        small.run(1, 2)
+    monkeypatch.undo()
+    assert any((path / "manifest.json").exists() for path in small.cluster("arnold").iterdir())
+    assert small.run(1, 2, 3).version == "1.0.0.0"
+    assert len(small.names("hahn")) == 1
 
 
 @pytest.mark.spec("NUM-15")

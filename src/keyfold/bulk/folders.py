@@ -76,6 +76,7 @@ class Root:
 
     def exists(self, path: str = "") -> bool:
         with self.failing():
+            self._fs.invalidate_cache()
             return bool(self._fs.exists(self.at(path)))
 
     def read(self, path: str, bytes_max: int = 64 * 1024 * 1024) -> bytes:
@@ -260,6 +261,12 @@ def copy(
             for folder in {(draft.folder / entry.path).parent for entry in files}:
                 sync(folder)
         draft.publish(manifest)
+    except Conflict:
+        draft.drop()
+        # A copy that was given up, and went on: what it made is what was wanted.
+        if target.read(_joined(path, MANIFEST)) != manifest:
+            raise
+        verify(target, path, files)
     except BaseException:
         draft.drop()
         raise

@@ -359,6 +359,20 @@ def invalidate(
 
 
 @app.command()
+def adopt(ctx: typer.Context, type_name: TypeOption = "main") -> Answer:
+    """Go on under a new coordinator from the newest state that the clusters have; the next run raises V."""
+    from keyfold.numbering.service import mastering
+
+    context, settings = _opened(ctx)
+    record = mastering.adopt(context, settings, type_name, ACTOR)
+    assert record.current is not None
+    return Answer(
+        data=record,
+        lines=[f"{record.current.version} is the last state", f"the next run has V {record.rebuild_next}"],
+    )
+
+
+@app.command()
 def prune(ctx: typer.Context, type_name: TypeOption = "main") -> Answer:
     """Drop the states that the policy no longer keeps, and delete what was dropped long enough ago."""
     from keyfold.numbering.service import mastering

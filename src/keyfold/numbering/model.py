@@ -367,6 +367,14 @@ def declare_invalid(record: Record, ticket: int, checksums: Iterable[str], why: 
     return structs.replace(record, states=states, is_cut=True)
 
 
+def adopt(record: Record, state: Published, rebuild_next: int) -> Record:
+    """Begin a record with a state that another coordinator published. What came after it is not known: V rises."""
+    _must_hold(record, state.ticket)
+    if record.states:
+        raise Conflict("there are states already")
+    return structs.replace(record, states=[state], rebuild_next=rebuild_next, is_cut=True)
+
+
 def to_drop(record: Record, *, states_kept: int, rebuilds_kept: int) -> list[Published]:
     """States that nobody should need any more: not among the newest, nor the last of a newest rebuild."""
     valid = [each for each in record.states if not each.invalid]

@@ -84,7 +84,7 @@ class NumberingSettings(Section, frozen=True, kw_only=True):
     grace_hours: Annotated[
         int, Meta(ge=0, le=24 * 365, description="files of a dropped state are deleted after so long")
     ] = 24
-    history_max: Annotated[int, Meta(ge=10, le=1_000, description="states that the history of a type tells of")] = 200
+    history_max: Annotated[int, Meta(ge=10, le=500, description="states that the history of a type tells of")] = 200
     is_indexed: Annotated[bool, Meta(description="masters build the look-up index of what they publish")] = True
     exceptions_max: Annotated[
         int, Meta(ge=1, le=10_000_000, description="most reassigned places that one answer lists")

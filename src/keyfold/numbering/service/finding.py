@@ -56,8 +56,11 @@ class IndexManifest(Struct, frozen=True):
     files: list[FileEntry]
 
 
+INDEX = ".index"
+
+
 def index_path(path: str) -> str:
-    return f"{path}.index"
+    return f"{path}{INDEX}"
 
 
 def build(state: Stored, megabytes_max: int, scratch: Path | None = None) -> None:

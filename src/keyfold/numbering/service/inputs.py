@@ -84,7 +84,7 @@ def shops(url: str, scheme: Scheme) -> "ir.Table | None":
         return None
     root = Root(url)
     try:
-        text = root.read("", bytes_max=4 * 1024**3).decode()
+        text = root.read("", bytes_max=1024**3).decode()
     except UnicodeDecodeError as error:
         raise BadInput(f"the shops file is not UTF-8: {error}", place=url) from None
     found: dict[int, dict[str, str]] = {}

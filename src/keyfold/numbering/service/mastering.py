@@ -12,7 +12,7 @@ import structlog
 from msgspec import structs
 
 from keyfold.bulk import folders
-from keyfold.bulk.folders import MANIFEST, FolderUnreachable, Root
+from keyfold.bulk.folders import MANIFEST, FolderBroken, FolderUnreachable, Root
 from keyfold.core import audit
 from keyfold.core.clock import SystemClock
 from keyfold.core.context import Context
@@ -98,6 +98,7 @@ class Master:
         """One try. None where the lock is not to be had now."""
         with contextlib.ExitStack() as stack:
             try:
+                must_be_known(self._context, self._settings, self._type_name)
                 hold = stack.enter_context(
                     coordinating.locked(self._context, self._settings, self._type_name, self._name)
                 )
@@ -178,8 +179,8 @@ class Master:
             self._bounded(partial(_verified, state), f"reading {state.where}")
             return state
         except (NotFound, Unavailable) as error:
-            if not isinstance(error, NotFound):
-                failures.append(str(error))
+            failures.append(f"{self._cluster}: {error}")
+            if isinstance(error, FolderBroken):
                 self._drop_broken(last)
         for cluster in last.clusters:
             if cluster == self._cluster or cluster not in self._settings.clusters:
@@ -198,7 +199,7 @@ class Master:
         )
 
     def _drop_broken(self, last: Published) -> None:
-        """Our own copy cannot be read: it must not stand in the way of another."""
+        """Our own copy is not what was written: it must not stand in the way of another."""
         if last.clusters != [self._cluster]:
             try:
                 self._own.remove(last.path)
@@ -290,6 +291,65 @@ def invalidate(
         return record
 
 
+def must_be_known(context: Context, settings: NumberingSettings, type_name: str) -> None:
+    """A coordinator that never heard of a type must not begin it anew beside states of another coordinator."""
+    if coordinating.is_known(context.leases, type_name):
+        return
+    for cluster in settings.clusters:
+        try:
+            found = _states_of(settings, type_name, cluster)
+        except Unavailable as error:
+            log.warning("whether a cluster has states is not known", cluster=cluster, error=str(error))
+            continue
+        if found:
+            raise Conflict(
+                f"the coordinator knows no state of {type_name}, but {cluster} has {found[0].manifest.version}",
+                hint=f"keyfold number adopt --type {type_name} goes on from the newest; or move the folder away",
+            )
+
+
+def adopt(context: Context, settings: NumberingSettings, type_name: str, master: str) -> Record:
+    """Go on, under a new coordinator, from the newest state that clusters have; the next run raises V."""
+    number = type_named(settings, type_name).number
+    found = [
+        (state, cluster)
+        for cluster in settings.clusters
+        for state in _states_of(settings, type_name, cluster)
+        if state.version.type == number
+    ]
+    if not found:
+        raise NotFound(f"no cluster has a state of {type_name}")
+    with coordinating.locked(context, settings, type_name, master) as hold:
+        if hold is None:
+            raise LockTaken(f"a master holds the lock of {type_name}")
+        if hold.record.states:
+            raise Conflict(f"the coordinator knows states of {type_name} already", hint="keyfold number history")
+        for newest, _ in sorted(found, key=lambda each: (each[0].version, each[0].manifest.run), reverse=True):
+            holders = [cluster for state, cluster in found if state.checksum == newest.checksum]
+            candidate = _published(newest, holders, hold.ticket)
+            if readable(settings, candidate):
+                break
+        else:
+            raise StateLost(f"no state of {type_name} can be read")
+        rebuild_next = 1 + max(state.version.rebuild for state, _ in found)
+        record = hold.change(lambda now: model.adopt(now, candidate, rebuild_next))
+        context.store.transact(
+            lambda tx: audit.record(tx, master, "numbering adopt", f"{type_name}: {candidate.version}"), once=True
+        )
+        return record
+
+
+def _states_of(settings: NumberingSettings, type_name: str, cluster: str) -> list[Stored]:
+    """Every state that a cluster has of a type, by what their manifests say."""
+    root, states_found = root_of(settings, cluster), []
+    for name in root.names(type_name):
+        if name.endswith(finding.INDEX) or folders.WRITING in name:
+            continue
+        with contextlib.suppress(NotFound, FolderBroken):
+            states_found.append(states.read(root, f"{type_name}/{name}"))
+    return states_found
+
+
 def prune(context: Context, settings: NumberingSettings, type_name: str, master: str) -> "Pruned":
     """Drop and delete what the policy no longer keeps."""
     type_named(settings, type_name)
@@ -325,19 +385,17 @@ def prune_under(hold: Hold, settings: NumberingSettings, type_name: str) -> Prun
         and now_us - each.dropped_at_us >= settings.grace_hours * 3_600_000_000
     ]
     failures: list[str] = []
-    gone: list[Published] = []
     leftovers = 0
     roots = {name: root_of(settings, name) for name in settings.clusters}
     for state in due:
         hold.must_be_held()
-        before = len(failures)
         for name, root in roots.items():
             _removed(root, [state.path, finding.index_path(state.path)], name, failures)
-        if len(failures) == before:
-            gone.append(state)
-    if gone:
-        hold.change(lambda record: model.deleted(record, hold.ticket, [each.checksum for each in gone]))
-    named = {path for each in hold.record.states for path in (each.path, finding.index_path(each.path))}
+    if due:
+        # What a cluster could not delete now is one of its leftovers from here on.
+        hold.change(lambda record: model.deleted(record, hold.ticket, [each.checksum for each in due]))
+    kept = [each for each in hold.record.states if not each.is_deleted]
+    named = {path for each in kept for path in (each.path, finding.index_path(each.path))}
     for name, root in roots.items():
         try:
             found = [f"{type_name}/{each}" for each in root.names(type_name)]
@@ -346,7 +404,7 @@ def prune_under(hold: Hold, settings: NumberingSettings, type_name: str) -> Prun
             continue
         stale = [path for path in found if path not in named and _ticket_of(path) < hold.ticket]
         leftovers += _removed(root, stale, name, failures)
-    return Pruned([each.version for each in dropped], [each.version for each in gone], leftovers, failures)
+    return Pruned([each.version for each in dropped], [each.version for each in due], leftovers, failures)
 
 
 def _removed(root: Root, paths: Sequence[str], cluster: str, failures: list[str]) -> int:
