@@ -113,12 +113,22 @@ def source(tx: Transaction, table: sa.Table, columns: Columns, rows_max: int = 0
         return _array_source(table, names), tuple(
             _array_text(table.c[name].type, column) for name, column in zip(names, values, strict=True)
         )
-    return "VALUES " + ", ".join([_values_row(table, names)] * count), tuple(
-        # A number as text takes the type of its column: by its size it would be one of three, each a plan of its own.
-        str(value) if type(value) is int else value
-        for each in zip(*values, strict=True)
-        for value in each
-    )
+    return values_sql(table, names, count), _values_parameters(values)
+
+
+def values_parameters(table: sa.Table, columns: Columns) -> tuple[Any, ...]:
+    """The parameters of `values_sql`, on PostgreSQL."""
+    return _values_parameters(stored(table, columns))
+
+
+def _values_parameters(values: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    """A number as text takes the type of its column: by its size it would be one of three, each a plan of its own."""
+    return tuple([str(value) if type(value) is int else value for each in zip(*values, strict=True) for value in each])
+
+
+def values_sql(table: sa.Table, names: tuple[str, ...], count: int) -> str:
+    """So many rows as `VALUES`, on PostgreSQL."""
+    return "VALUES " + ", ".join([_values_row(table, names)] * count)
 
 
 def listed(tx: Transaction, table: sa.Table, name: str, values: Sequence[Any]) -> bytes | str:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import sqlalchemy as sa
+from msgspec import Struct
 
 from keyfold.core.errors import LostRace
 from keyfold.core.store import batch
@@ -132,12 +133,34 @@ def load(tx: Transaction, table: sa.Table, keys: Columns, wanted: Sequence[str])
     return {row[:width]: row[width:] for row in load_rows(tx, table, keys, (*key, *wanted))}
 
 
+class Lookup(Struct, frozen=True):
+    """A `load_rows` of few keys as one statement of PostgreSQL."""
+
+    sql: str
+    parameters: tuple[str, ...]
+
+
+def lookup(table: sa.Table, keys: Columns, wanted: tuple[str, ...]) -> Lookup | None:
+    """None where the keys are too many, or none. For keys of text and numbers; unsigned columns come back as stored."""
+    count = len(next(iter(keys.values())))
+    if not 0 < count <= LOAD_ROWS:
+        return None
+    return Lookup(_lookup_sql(table, tuple(keys), wanted, count), batch.values_parameters(table, keys))
+
+
+@cache
+def _lookup_sql(table: sa.Table, keys: tuple[str, ...], wanted: tuple[str, ...], count: int) -> str:
+    before, after = _load_sql(table, keys, wanted, is_sqlite=False)
+    return f"{before}{batch.values_sql(table, keys, count)}{after}"
+
+
 def load_rows(tx: Transaction, table: sa.Table, keys: Columns, wanted: tuple[str, ...]) -> list[Row]:
     """As `load`, the wanted columns alone, row by row."""
     if not next(iter(keys.values())):
         return []
-    is_long = len(next(iter(keys.values()))) > LOAD_ROWS
-    if (tx.is_sqlite or (is_long and tx.engine.unnest)) and (alike := _alike(keys)):
+    if not tx.is_sqlite and (few := lookup(table, keys, wanted)) is not None:
+        return _signed_back(tx.rows(few.sql, few.parameters), table, wanted)
+    if (tx.is_sqlite or tx.engine.unnest) and (alike := _alike(keys)):
         return _signed_back(_load_alike(tx, table, keys, wanted, alike), table, wanted)
     before, after = _load_sql(table, tuple(keys), wanted, tx.is_sqlite)
     found: list[Row] = []

@@ -4,7 +4,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.engine.interfaces import DBAPIModule
@@ -23,6 +23,9 @@ from keyfold.core.errors import (
 from keyfold.core.limits import Limits
 from keyfold.core.store.readers import Readers
 
+if TYPE_CHECKING:
+    from keyfold.core.store.loopreader import LoopReader
+
 T = TypeVar("T")
 
 BACKOFF_SECONDS_MIN = 0.002
@@ -34,6 +37,7 @@ class Engine(Protocol):
 
     name: str
     readers: Readers
+    loop_reader: "LoopReader | None"  # where the event loop need not hand a small read to a thread
 
     @property
     def unnest(self) -> bool: ...
