@@ -4,9 +4,9 @@ Each is one statement (or one executemany on SQLite) for the whole batch, in key
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from msgspec import Struct
@@ -17,8 +17,11 @@ from keyfold.core.store.batch import Columns, Row
 from keyfold.core.store.schema import SIGN_BIT, UInt64, key_names
 from keyfold.core.store.store import Transaction
 
+T = TypeVar("T")
+
 VERSION = "version"
 STEP_ROWS = 50
+MEANWHILE_ROWS_MIN = 500  # below it the further round trip costs more than the work saves
 COPY_ROWS_MIN = 50  # below it the further round trip of a COPY costs more than it saves
 # Of a load: so few keys are VALUES, whose plan PostgreSQL keeps (60 µs for four keys); with arrays, whose lengths it
 # looks at, it plans each time anew (120 µs).
@@ -44,6 +47,21 @@ def increment(
     folds: dict[str, batch.Fold] = {name: batch.add for name in columns if name not in key}
     folds |= dict.fromkeys(least, min) | dict.fromkeys(greatest, max) | dict.fromkeys(latest, batch.latest)
     rows = batch.aggregated(columns, key, folds)
+    return increment_ordered(tx, table, rows, least=least, greatest=greatest, latest=latest, returning=returning)
+
+
+def increment_ordered(
+    tx: Transaction,
+    table: sa.Table,
+    rows: Columns,
+    *,
+    least: Sequence[str] = (),
+    greatest: Sequence[str] = (),
+    latest: Sequence[str] = (),
+    returning: Sequence[str] = (),
+) -> dict[Row, Row]:
+    """As `increment`, of rows that are aggregated: each key once, in key order, its columns first."""
+    key = key_names(table)
     if not rows[key[0]]:
         return {}
     how = tuple((name, _how(name, least, greatest, latest)) for name in rows if name not in key)
@@ -69,20 +87,39 @@ def insert_new(tx: Transaction, table: sa.Table, columns: Columns) -> set[Row]:
 
     Two writers of one key: the second waits for the first to commit or roll back, and then sees it.
     """
+    new, _ = _insert_new(tx, table, columns, None)
+    return new
+
+
+def insert_new_meanwhile(
+    tx: Transaction, table: sa.Table, columns: Columns, work: Callable[[], T]
+) -> tuple[set[Row], T | None]:
+    """As `insert_new`, and what `work` makes while a server is at it; None where there is little to wait for."""
+    is_long = not tx.is_sqlite and len(next(iter(columns.values()))) >= MEANWHILE_ROWS_MIN
+    return _insert_new(tx, table, columns, work if is_long else None)
+
+
+def _insert_new(
+    tx: Transaction, table: sa.Table, columns: Columns, work: Callable[[], T] | None
+) -> tuple[set[Row], T | None]:
     key = key_names(table)
     rows = batch.in_key_order(columns, key)
     if not rows[key[0]]:
-        return set()
+        return set(), None
     if tx.is_sqlite and _insert_all(tx, table, rows):
-        return set(zip(*(rows[name] for name in key), strict=True))
+        return set(zip(*(rows[name] for name in key), strict=True)), None
     new: set[Row] = set()
+    made: T | None = None
     for piece in batch.slices(tx, rows):
         rendered, parameters = batch.source(tx, table, piece)
-        found = tx.rows(
-            f"{_into(table, tuple(rows))} {rendered} ON CONFLICT DO NOTHING RETURNING {', '.join(key)}", parameters
-        )
+        sql = f"{_into(table, tuple(rows))} {rendered} ON CONFLICT DO NOTHING RETURNING {', '.join(key)}"
+        if work is None:
+            found = tx.rows(sql, parameters)
+        else:
+            found, made = tx.rows_meanwhile(sql, parameters, work)
+            work = None
         new |= set(_by_key(found, table, key, ()))
-    return new
+    return new, made
 
 
 def _insert_all(tx: Transaction, table: sa.Table, rows: Mapping[str, Sequence[Any]]) -> bool:

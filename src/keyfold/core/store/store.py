@@ -104,6 +104,21 @@ class Transaction:
         except self.dialect.loaded_dbapi.Error as error:
             raise self._told(sql, error) from error
 
+    def rows_meanwhile(self, sql: str, parameters: Any, work: Callable[[], T]) -> tuple[list[tuple[Any, ...]], T]:
+        """As `rows`, on a server, and what `work` makes while it is at it; `work` may not touch the store."""
+        connection: Any = self.connection.connection.dbapi_connection
+        if self._cursor is None:
+            self._cursor = self.engine.cursor(connection)
+        try:
+            with connection.pipeline():
+                self._cursor.execute(sql, parameters)
+                made = work()
+                return list(self._cursor.fetchall()), made
+        except (OverflowError, UnicodeError) as error:
+            raise DataRefused(str(error)) from error
+        except self.dialect.loaded_dbapi.Error as error:
+            raise self._told(sql, error) from error
+
     def _told(self, sql: str, error: DBAPIModule.Error) -> sa.exc.DBAPIError:
         """The error as SQLAlchemy would have raised it."""
         if self.dialect.is_disconnect(error, self.connection.connection.dbapi_connection, None):
