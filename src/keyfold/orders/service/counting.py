@@ -84,7 +84,7 @@ def count_orders(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder]) 
     counted, cells = _marked(tx, unit, _with_room(tx, unit, arrived, slices, kept, verdicts), verdicts)
     if counted:
         unit.keep_slices(tx, [slices[each] for each in {order.slice_id for order in counted}])
-        increment_ordered(tx, unit.tables.cells, cells, least=["live_from_us"], greatest=["live_to_us"])
+        _add(tx, unit, counted, cells)
         _free_reservations(tx, unit, [order.order_id for order in counted])
     _must_be_filled_again(tx, unit, stood, keep(tx, unit, kept))
     found = [each for each in verdicts if each is not None]
@@ -148,10 +148,10 @@ def _with_room(
 
 def _marked(
     tx: Transaction, unit: Unit, arrived: Sequence[tuple[int, Order]], verdicts: list[Verdict | None]
-) -> tuple[list[Order], Columns]:
+) -> tuple[list[Order], Columns | None]:
     """Mark the orders that are new; of the others, tell a repeat from another order under the same id.
 
-    Returns those that are new and what they add to cells, which is made up while the store marks: usually all are new.
+    Returns those that are new and, if all are, which is usual, what they add to cells, made up while a server marked.
     """
     first: dict[str, tuple[int, Order]] = {}
     for index, order in arrived:
@@ -186,7 +186,7 @@ def _marked(
             else Verdict(order.order_id, "conflict", "an order of this id was counted that said something else")
         )
     counted = [order for order in listed if order.order_id in new]
-    return counted, cells if cells is not None and len(counted) == len(listed) else _cells(counted)
+    return counted, cells if len(counted) == len(listed) else None
 
 
 def _cells(orders: Sequence[Order]) -> Columns:
@@ -211,6 +211,17 @@ def _cells(orders: Sequence[Order]) -> Columns:
         "live_from_us": [part[1] for part in parts],
         "live_to_us": [part[2] for part in parts],
     }
+
+
+def _add(tx: Transaction, unit: Unit, counted: Sequence[Order], cells: Columns | None) -> None:
+    """Add orders to their cells, which are made up here unless they are at hand."""
+    increment_ordered(
+        tx,
+        unit.tables.cells,
+        _cells(counted) if cells is None else cells,
+        least=["live_from_us"],
+        greatest=["live_to_us"],
+    )
 
 
 def take_back(tx: Transaction, unit: Unit, cells: Sequence[tuple[int, str, int]]) -> dict[tuple[int, str, int], int]:
