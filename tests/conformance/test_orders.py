@@ -371,6 +371,54 @@ def test_a_read_touches_the_index_alone_whatever_was_counted(orders: Orders) -> 
     assert len(orders.cells()) == 120, "as many rows as there are cells, however many orders"
 
 
+@pytest.mark.spec("ORD-03", "ORD-12")
+def test_a_look_up_answers_as_a_read_does_or_not_at_all(store_url: str) -> None:
+    """Over random queries; a state or a slice that this process has not seen is left to the read."""
+    chance = random.Random(12)
+    with opened(store_url) as writer, opened(store_url) as other:
+        if writer.store.is_sqlite:
+            return
+        assert other.unit.remembered() is None
+        query = Query([Identity("phone_id", "p1")])
+        assert reading.lookup_of(other.unit, query) is None
+        writer.count(
+            *[
+                order(
+                    f"{n}",
+                    NOW,
+                    {"phone_id": f"p{n % 9}", "card_id": f"c{n % 7}"},
+                    tariff=f"t{n % 3}",
+                    brand=f"b{n % 2}",
+                )
+                for n in range(200)
+            ]
+        )
+        other.store.read(other.unit.seen)
+        assert _looked_up(other, query) is None, "its slices are not known yet"
+        for _ in range(100):
+            identities = [
+                Identity(
+                    *chance.choice([("phone_id", f"p{chance.randrange(10)}"), ("card_id", f"c{chance.randrange(8)}")])
+                )
+                for _ in range(chance.randrange(1, 9))
+            ]
+            filters = [Property("tariff", f"t{chance.randrange(4)}")] if chance.random() < 0.5 else []
+            query = Query(identities, filters, chance.sample(DIMENSIONS, chance.randrange(4)))
+            read = other.store.read(lambda tx, query=query: reading.read_orders(tx, other.unit, query))  # type: ignore[misc]
+            other.store.read(other.unit.seen)
+            assert _looked_up(other, query) == read
+        assert reading.lookup_of(other.unit, Query([Identity("phone_id", f"p{n}") for n in range(9)])) is None
+        with pytest.raises(BadInput, match="no identity type"):
+            reading.lookup_of(other.unit, Query([Identity("passport", "p1")]))
+
+
+def _looked_up(orders: Orders, query: Query) -> list[reading.IdentityData] | None:
+    found = reading.lookup_of(orders.unit, query)
+    assert found is not None
+    few, answered = found
+    return answered(orders.store.read(lambda tx: tx.rows(few.sql, few.parameters)))
+
+
 def _plan(orders: Orders, wanted: str) -> str:
     """How the database finds it; PostgreSQL would rather scan a table that is as small as this one."""
     if orders.store.is_sqlite:

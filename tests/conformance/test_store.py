@@ -374,3 +374,55 @@ def test_a_transaction_that_runs_too_long_is_rolled_back(store_url: str) -> None
 def test_closing_twice_is_harmless(store: Store) -> None:
     store.close()
     store.close()
+
+
+# While the store works --------------------------------------------------------------------------------------------
+
+
+def marks(count: int, first: int = 0) -> dict[str, list[object]]:
+    tokens = [f"{number:06d}" for number in range(first, first + count)]
+    return {"token": [*tokens], "stored_at_us": [*range(count)]}
+
+
+@pytest.mark.parametrize("count", [0, 1, 499, 500, 2_000])
+def test_what_is_made_meanwhile_changes_nothing_of_what_is_new(store: Store, count: int) -> None:
+    store.transact(lambda tx: shapes.insert_new(tx, BATCH_TOKENS, marks(count // 2)))
+    new, made = store.transact(
+        lambda tx: shapes.insert_new_meanwhile(tx, BATCH_TOKENS, marks(count), lambda: "made meanwhile")
+    )
+    assert new == {(f"{number:06d}",) for number in range(count // 2, count)}
+    assert made in (None, "made meanwhile")
+    assert (made is not None) == (count >= 500 and not store.is_sqlite)
+
+
+def test_work_that_fails_meanwhile_leaves_nothing_and_hurts_no_later_transaction(store: Store) -> None:
+    def fail() -> None:
+        raise RuntimeError("meanwhile")
+
+    for _ in range(20):  # more often than there are connections
+        if not store.is_sqlite:
+            with pytest.raises(RuntimeError, match="meanwhile"):
+                store.transact(lambda tx: shapes.insert_new_meanwhile(tx, BATCH_TOKENS, marks(1_000), fail))
+        assert store.read(lambda tx: shapes.load(tx, BATCH_TOKENS, {"token": ["000001"]}, ())) == {}
+    assert len(store.transact(lambda tx: shapes.insert_new(tx, BATCH_TOKENS, marks(1_000)))) == 1_000
+
+
+def test_a_statement_that_fails_with_work_beside_it_has_the_meaning_that_it_has_alone(postgres_url: str) -> None:
+    limits = Limits(lock_seconds_max=1, transaction_tries_max=2)
+    store = Store.open(postgres_url, limits=limits)
+    migrate.upgrade(store)
+    tries: list[int] = []
+
+    def insert(tx: Transaction) -> object:
+        return shapes.insert_new_meanwhile(tx, BATCH_TOKENS, marks(1_000), lambda: tries.append(1))
+
+    def hold(tx: Transaction) -> None:
+        shapes.insert_new(tx, BATCH_TOKENS, marks(1, 500))
+        with pytest.raises(StoreBusy, match="lock timeout"):
+            store.transact(insert)
+
+    store.transact(hold)
+    assert len(tries) == 2
+    new, _ = store.transact(lambda tx: shapes.insert_new_meanwhile(tx, BATCH_TOKENS, marks(1_000), lambda: 1))
+    assert len(new) == 999
+    store.close()

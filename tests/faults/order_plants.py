@@ -30,12 +30,17 @@ def _only(place: Any, name: str, instead: Callable[..., set[Any]]) -> Callable[.
     return lambda tx, table, columns: (instead if _is(table, name) else insert_new)(tx, table, columns)
 
 
+def _marking(instead: Callable[..., set[Any]]) -> Callable[..., tuple[set[Any], None]]:
+    """Another way to insert marks of orders, with which nothing is made up meanwhile."""
+    return lambda tx, table, columns, _: (instead(tx, table, columns), None)
+
+
 # Marks ---------------------------------------------------------------------------------------------------------------
 
 
 @plant("an order leaves no mark", SIMULATOR, "orders")
 def _(plot: Plot) -> None:
-    plot.name(counting, "insert_new", _only(counting, "marks", not_there))
+    plot.name(counting, "insert_new_meanwhile", _marking(not_there))
 
 
 @plant("the fingerprint of an order is not looked at", SIMULATOR, "orders")
@@ -91,7 +96,7 @@ def _(plot: Plot) -> None:
 
 @plant("marks of orders are committed before what they vouch for", KILLS, "orders")
 def _(plot: Plot) -> None:
-    commit_after(plot, counting, "insert_new")
+    commit_after(plot, counting, "insert_new_meanwhile")
 
 
 @plant("marks of orders are committed after what they vouch for", KILLS, "orders")
@@ -107,13 +112,13 @@ def _(plot: Plot) -> None:
         commit(tx)
         insert_new(tx, *kept[0])
 
-    plot.name(counting, "insert_new", _only(counting, "marks", mark_later))
+    plot.name(counting, "insert_new_meanwhile", _marking(mark_later))
     plot.name(counting, "_add", add_commit_and_mark)
 
 
 @plant("marks of orders are looked for, and then inserted", WRITERS, "orders")
 def _(plot: Plot) -> None:
-    plot.name(counting, "insert_new", _only(counting, "marks", look_then_insert(counting.insert_new)))
+    plot.name(counting, "insert_new_meanwhile", _marking(look_then_insert(counting.insert_new)))
 
 
 # Cells ---------------------------------------------------------------------------------------------------------------
@@ -123,9 +128,9 @@ def _(plot: Plot) -> None:
 def _(plot: Plot) -> None:
     add = counting._add
 
-    def add_first(tx: Transaction, unit: Unit, counted: Sequence[Any]) -> None:
+    def add_first(tx: Transaction, unit: Unit, counted: Sequence[Any], _: Any) -> None:
         first = [dict([next(iter(each.identities.items()))]) for each in counted]
-        add(tx, unit, [structs.replace(each, identities=one) for each, one in zip(counted, first, strict=True)])
+        add(tx, unit, [structs.replace(each, identities=one) for each, one in zip(counted, first, strict=True)], None)
 
     plot.name(counting, "_add", add_first)
 
@@ -140,14 +145,12 @@ def _(plot: Plot) -> None:
 
 @plant("the interval counted is that of the last order", SIMULATOR, "orders")
 def _(plot: Plot) -> None:
-    increment = counting.increment
+    increment_ordered = counting.increment_ordered
 
-    def overwrite(tx: Transaction, table: sa.Table, columns: Any, **named: Any) -> Any:
-        if "returning" in named:
-            return increment(tx, table, columns, **named)
-        return increment(tx, table, columns, latest=["live_from_us", "live_to_us"])
+    def overwrite(tx: Transaction, table: sa.Table, columns: Any, **_: Any) -> Any:
+        return increment_ordered(tx, table, columns, latest=["live_from_us", "live_to_us"])
 
-    plot.name(counting, "increment", overwrite)
+    plot.name(counting, "increment_ordered", overwrite)
 
 
 @plant("what was late is not kept", SIMULATOR, "orders")

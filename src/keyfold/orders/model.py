@@ -21,6 +21,7 @@ Moment = Annotated[datetime, Meta(tz=True, description="ISO 8601 with a zone")]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
+_encode = msgspec.json.Encoder().encode
 
 Status = Literal["accepted", "duplicate", "conflict", "late", "before_start", "set_aside"]
 Why = Literal["late", "before_start", "set_aside"]
@@ -99,6 +100,13 @@ class UnitState(Struct, frozen=True, dict=True):
     def by_name(self) -> dict[str, IdentityType]:
         return {each.name: each for each in self.identities}
 
+    @cached_property
+    def live_ids(self) -> dict[str, int] | None:
+        """The ids of the types by name, where none has a start: then every order counts for all of them."""
+        if any(each.has_history for each in self.identities):
+            return None
+        return {each.name: each.type_id for each in self.identities}
+
     def identity(self, name: str, place: str) -> IdentityType:
         if name in self.by_name:
             return self.by_name[name]
@@ -155,7 +163,7 @@ def slice_of(values: Mapping[str, str]) -> Slice:
 def fingerprint(order: CompletedOrder) -> int:
     """What an order says, whatever the order of its fields: it tells a repeat from a conflict."""
     said = (micros(order.created_at), sorted(order.identities.items()), sorted(order.properties.items()))
-    digest = hashlib.blake2b(msgspec.json.encode(said), digest_size=8).digest()
+    digest = hashlib.blake2b(_encode(said), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
 
@@ -197,6 +205,9 @@ def dimension_values(
 
 def live_identities(order: CompletedOrder, state: UnitState) -> dict[int, str]:
     """The identities for which the order counts live, by type id."""
+    live_ids = state.live_ids
+    if live_ids is not None:
+        return {live_ids[name]: value for name, value in order.identities.items()}
     created_at_us = micros(order.created_at)
     by_name = state.by_name
     return {

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 from keyfold.core.context import Context
 from keyfold.core.errors import BadInput, Conflict, KeyfoldError, TooLarge
-from keyfold.core.gather import Ask, Operation, Outcome
+from keyfold.core.gather import Ask, Operation, Outcome, Question
 from keyfold.core.route import Route
 from keyfold.core.store import Transaction
 from keyfold.orders.model import CompletedOrder, DimensionPending, Identity, Property, Text
@@ -17,7 +17,7 @@ from keyfold.orders.service.correcting import CORRECTIONS_MAX, Corrected, correc
 from keyfold.orders.service.counting import Verdict, count_orders, must_be_orders
 from keyfold.orders.service.keeping import KeptOrder, kept_orders
 from keyfold.orders.service.lagging import Lag
-from keyfold.orders.service.reading import IdentityData, Query, evidence_of, must_be_known, read_many
+from keyfold.orders.service.reading import IdentityData, Query, evidence_of, lookup_of, must_be_known, read_many
 from keyfold.orders.service.unit import Unit, Units, opened
 
 Work = Callable[[Transaction, Unit, Sequence[Ask]], list[Outcome]]  # of the asks for one unit
@@ -188,6 +188,7 @@ def _gathered(
     writes: bool = True,
     check: Callable[[Ask], None] | None = None,
     key: Callable[[Ask], str] = lambda _: "",
+    question: Callable[[Ask], Question | None] | None = None,
 ) -> Operation:
     """An operation on units that the token names; `items` is the list in the body that makes a request heavy."""
 
@@ -203,6 +204,7 @@ def _gathered(
         check=check_all,
         weight=lambda ask: len(getattr(ask.body, items)),
         key=key,
+        question=question,
     )
 
 
@@ -246,6 +248,19 @@ def _reading(context: Context, units: Units, lag: Lag) -> Operation:
         read = dict(zip([at for at, _ in good], read_many(tx, unit, [query for _, query in good]), strict=True))
         return [wrong[at] if at in wrong else _answered(tx, unit, lag, ask, read[at]) for at, ask in enumerate(asks)]
 
+    def question(ask: Ask) -> Question | None:
+        if ask.query.evidence:
+            return None
+        found = lookup_of(units[ask.query.unit], Query(ask.body.identities, ask.body.filters, ask.body.group_by))
+        if found is None:
+            return None
+        few, answered = found
+        return Question(
+            few.sql,
+            few.parameters,
+            lambda rows: None if (data := answered(rows)) is None else OrdersAnswer(data),
+        )
+
     return _gathered(
         units,
         "orders read",
@@ -254,6 +269,7 @@ def _reading(context: Context, units: Units, lag: Lag) -> Operation:
         writes=False,
         check=_at_most(context.limits.batch_items_max, "identities"),
         key=_first_identity,
+        question=question,
     )
 
 

@@ -1,6 +1,7 @@
 """A batch is one row a key, in key order, folded as the rows came."""
 
 import pytest
+import sqlalchemy as sa
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,3 +42,9 @@ def test_a_key_that_stands_twice_is_refused_where_rows_are_not_folded(rows: list
 def test_a_column_without_a_fold_is_a_mistake_of_the_caller() -> None:
     with pytest.raises(ValueError, match="no fold for n"):
         batch.aggregated({"key": ["a"], "n": [1]}, ("key",), {})
+
+
+@given(st.lists(st.one_of(st.none(), st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))))
+def test_an_array_is_what_its_items_are_one_by_one(values: list[str | None]) -> None:
+    items = ["NULL" if each is None else batch._array_item(sa.Text(), each) for each in values]
+    assert batch._array_text(sa.Text(), values) == "{" + ",".join(items) + "}"

@@ -25,8 +25,11 @@ from keyfold.core.store.readers import Readers
 if TYPE_CHECKING:
     import psycopg
 
+    from keyfold.core.store.loopreader import LoopReader
+
 VERSION_MIN = 150_000
 READERS_SHARE = 4  # of so many connections, one is kept for reads
+LOOP_READER_MIN = 8  # of so many connections or more, one is the event loop's
 
 RETRY_STATES = {"40001", "40P01", "55P03", "57014", "25P03"}
 FULL_STATES = {"53100", "53200"}
@@ -50,25 +53,39 @@ class PostgresEngine:
         }
         options = " ".join(f"-c {name}={value}" for name, value in milliseconds.items())
         self._ahead = (0, float("-inf"))  # the server's clock minus ours, and when that was found out
+        self._connect_args: dict[str, Any] = {
+            "options": options,
+            "connect_timeout": limits.lock_seconds_max,
+            "application_name": "keyfold",
+            "keepalives_idle": 10,
+            "keepalives_interval": 5,
+            "keepalives_count": 3,
+            "tcp_user_timeout": limits.transaction_seconds_max * 1000,
+        }
+        has_loop_reader = connections_max >= LOOP_READER_MIN
         self._engine = sa.create_engine(
             url.set(drivername="postgresql+psycopg"),
-            pool_size=connections_max,
+            pool_size=connections_max - has_loop_reader,
             max_overflow=0,
             hide_parameters=True,  # errors are logged; what they were about may be anyone's
             pool_timeout=limits.lock_seconds_max,
-            connect_args={
-                "options": options,
-                "connect_timeout": limits.lock_seconds_max,
-                "application_name": "keyfold",
-                "keepalives_idle": 10,
-                "keepalives_interval": 5,
-                "keepalives_count": 3,
-                "tcp_user_timeout": limits.transaction_seconds_max * 1000,
-            },
+            connect_args=self._connect_args,
         )
         reader = self._engine.execution_options(isolation_level="AUTOCOMMIT")
         self.readers = Readers(reader.connect, self.cursor, connections_max // READERS_SHARE)
         self._citus: bool | None = None
+        self.loop_reader: LoopReader | None = self._loop_reader() if has_loop_reader else None
+
+    def _loop_reader(self) -> "LoopReader":
+        import psycopg
+
+        from keyfold.core.store.loopreader import LoopReader
+
+        async def connect() -> "psycopg.AsyncConnection[tuple[Any, ...]]":
+            _, named = self._engine.dialect.create_connect_args(self._engine.url)
+            return await psycopg.AsyncConnection.connect(**named, **self._connect_args, autocommit=True)
+
+        return LoopReader(connect)
 
     @property
     def unnest(self) -> bool:
@@ -138,5 +155,7 @@ class PostgresEngine:
         return None
 
     def close(self) -> None:
+        if self.loop_reader is not None:
+            self.loop_reader.close()
         self.readers.close()
         self._engine.dispose()

@@ -4,11 +4,12 @@ Each is one statement (or one executemany on SQLite) for the whole batch, in key
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
+from msgspec import Struct
 
 from keyfold.core.errors import LostRace
 from keyfold.core.store import batch
@@ -16,8 +17,11 @@ from keyfold.core.store.batch import Columns, Row
 from keyfold.core.store.schema import SIGN_BIT, UInt64, key_names
 from keyfold.core.store.store import Transaction
 
+T = TypeVar("T")
+
 VERSION = "version"
 STEP_ROWS = 50
+MEANWHILE_ROWS_MIN = 500  # below it the further round trip costs more than the work saves
 COPY_ROWS_MIN = 50  # below it the further round trip of a COPY costs more than it saves
 # Of a load: so few keys are VALUES, whose plan PostgreSQL keeps (60 µs for four keys); with arrays, whose lengths it
 # looks at, it plans each time anew (120 µs).
@@ -43,6 +47,21 @@ def increment(
     folds: dict[str, batch.Fold] = {name: batch.add for name in columns if name not in key}
     folds |= dict.fromkeys(least, min) | dict.fromkeys(greatest, max) | dict.fromkeys(latest, batch.latest)
     rows = batch.aggregated(columns, key, folds)
+    return increment_ordered(tx, table, rows, least=least, greatest=greatest, latest=latest, returning=returning)
+
+
+def increment_ordered(
+    tx: Transaction,
+    table: sa.Table,
+    rows: Columns,
+    *,
+    least: Sequence[str] = (),
+    greatest: Sequence[str] = (),
+    latest: Sequence[str] = (),
+    returning: Sequence[str] = (),
+) -> dict[Row, Row]:
+    """As `increment`, of rows that are aggregated: each key once, in key order, its columns first."""
+    key = key_names(table)
     if not rows[key[0]]:
         return {}
     how = tuple((name, _how(name, least, greatest, latest)) for name in rows if name not in key)
@@ -68,20 +87,39 @@ def insert_new(tx: Transaction, table: sa.Table, columns: Columns) -> set[Row]:
 
     Two writers of one key: the second waits for the first to commit or roll back, and then sees it.
     """
+    new, _ = _insert_new(tx, table, columns, None)
+    return new
+
+
+def insert_new_meanwhile(
+    tx: Transaction, table: sa.Table, columns: Columns, work: Callable[[], T]
+) -> tuple[set[Row], T | None]:
+    """As `insert_new`, and what `work` makes while a server is at it; None where there is little to wait for."""
+    is_long = not tx.is_sqlite and len(next(iter(columns.values()))) >= MEANWHILE_ROWS_MIN
+    return _insert_new(tx, table, columns, work if is_long else None)
+
+
+def _insert_new(
+    tx: Transaction, table: sa.Table, columns: Columns, work: Callable[[], T] | None
+) -> tuple[set[Row], T | None]:
     key = key_names(table)
     rows = batch.in_key_order(columns, key)
     if not rows[key[0]]:
-        return set()
+        return set(), None
     if tx.is_sqlite and _insert_all(tx, table, rows):
-        return set(zip(*(rows[name] for name in key), strict=True))
+        return set(zip(*(rows[name] for name in key), strict=True)), None
     new: set[Row] = set()
+    made: T | None = None
     for piece in batch.slices(tx, rows):
         rendered, parameters = batch.source(tx, table, piece)
-        found = tx.rows(
-            f"{_into(table, tuple(rows))} {rendered} ON CONFLICT DO NOTHING RETURNING {', '.join(key)}", parameters
-        )
+        sql = f"{_into(table, tuple(rows))} {rendered} ON CONFLICT DO NOTHING RETURNING {', '.join(key)}"
+        if work is None:
+            found = tx.rows(sql, parameters)
+        else:
+            found, made = tx.rows_meanwhile(sql, parameters, work)
+            work = None
         new |= set(_by_key(found, table, key, ()))
-    return new
+    return new, made
 
 
 def _insert_all(tx: Transaction, table: sa.Table, rows: Mapping[str, Sequence[Any]]) -> bool:
@@ -132,12 +170,34 @@ def load(tx: Transaction, table: sa.Table, keys: Columns, wanted: Sequence[str])
     return {row[:width]: row[width:] for row in load_rows(tx, table, keys, (*key, *wanted))}
 
 
+class Lookup(Struct, frozen=True):
+    """A `load_rows` of few keys as one statement of PostgreSQL."""
+
+    sql: str
+    parameters: tuple[str, ...]
+
+
+def lookup(table: sa.Table, keys: Columns, wanted: tuple[str, ...]) -> Lookup | None:
+    """None where the keys are too many, or none. For keys of text and numbers; unsigned columns come back as stored."""
+    count = len(next(iter(keys.values())))
+    if not 0 < count <= LOAD_ROWS:
+        return None
+    return Lookup(_lookup_sql(table, tuple(keys), wanted, count), batch.values_parameters(table, keys))
+
+
+@cache
+def _lookup_sql(table: sa.Table, keys: tuple[str, ...], wanted: tuple[str, ...], count: int) -> str:
+    before, after = _load_sql(table, keys, wanted, is_sqlite=False)
+    return f"{before}{batch.values_sql(table, keys, count)}{after}"
+
+
 def load_rows(tx: Transaction, table: sa.Table, keys: Columns, wanted: tuple[str, ...]) -> list[Row]:
     """As `load`, the wanted columns alone, row by row."""
     if not next(iter(keys.values())):
         return []
-    is_long = len(next(iter(keys.values()))) > LOAD_ROWS
-    if (tx.is_sqlite or (is_long and tx.engine.unnest)) and (alike := _alike(keys)):
+    if not tx.is_sqlite and (few := lookup(table, keys, wanted)) is not None:
+        return _signed_back(tx.rows(few.sql, few.parameters), table, wanted)
+    if (tx.is_sqlite or tx.engine.unnest) and (alike := _alike(keys)):
         return _signed_back(_load_alike(tx, table, keys, wanted, alike), table, wanted)
     before, after = _load_sql(table, tuple(keys), wanted, tx.is_sqlite)
     found: list[Row] = []

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine.interfaces import DBAPIConnection
@@ -29,6 +29,9 @@ from keyfold.core.errors import (
 )
 from keyfold.core.limits import Limits
 from keyfold.core.store.readers import Readers
+
+if TYPE_CHECKING:
+    from keyfold.core.store.loopreader import LoopReader
 
 # 3.51.3 mended the WAL-reset bug that can corrupt a file with two writers.
 VERSION_MIN = (3, 51, 3)
@@ -80,6 +83,7 @@ class SqliteEngine:
         self._reader = sa.create_engine(url, pool_size=READERS_MAX, max_overflow=READERS_MAX, **options)
         for engine in (self._writer, self._reader):
             sa.event.listen(engine, "connect", _prepare_connection)
+        self.loop_reader: LoopReader | None = None  # a read is done in this process, where it would hold up the loop
         self.readers = Readers(self._reader.connect, self.cursor, READERS_KEPT)
 
     @contextlib.contextmanager

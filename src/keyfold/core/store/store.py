@@ -4,7 +4,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.engine.interfaces import DBAPIModule
@@ -23,6 +23,9 @@ from keyfold.core.errors import (
 from keyfold.core.limits import Limits
 from keyfold.core.store.readers import Readers
 
+if TYPE_CHECKING:
+    from keyfold.core.store.loopreader import LoopReader
+
 T = TypeVar("T")
 
 BACKOFF_SECONDS_MIN = 0.002
@@ -34,6 +37,7 @@ class Engine(Protocol):
 
     name: str
     readers: Readers
+    loop_reader: "LoopReader | None"  # where the event loop need not hand a small read to a thread
 
     @property
     def unnest(self) -> bool: ...
@@ -95,6 +99,21 @@ class Transaction:
             self._cursor = self.engine.cursor(self.connection.connection.dbapi_connection)
         try:
             return list(self._cursor.execute(sql, parameters or ()).fetchall())
+        except (OverflowError, UnicodeError) as error:
+            raise DataRefused(str(error)) from error
+        except self.dialect.loaded_dbapi.Error as error:
+            raise self._told(sql, error) from error
+
+    def rows_meanwhile(self, sql: str, parameters: Any, work: Callable[[], T]) -> tuple[list[tuple[Any, ...]], T]:
+        """As `rows`, on a server, and what `work` makes while it is at it; `work` may not touch the store."""
+        connection: Any = self.connection.connection.dbapi_connection
+        if self._cursor is None:
+            self._cursor = self.engine.cursor(connection)
+        try:
+            with connection.pipeline():
+                self._cursor.execute(sql, parameters)
+                made = work()
+                return list(self._cursor.fetchall()), made
         except (OverflowError, UnicodeError) as error:
             raise DataRefused(str(error)) from error
         except self.dialect.loaded_dbapi.Error as error:

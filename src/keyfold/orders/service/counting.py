@@ -13,7 +13,7 @@ from msgspec import Struct, structs
 from keyfold.core.clock import SECOND_US
 from keyfold.core.store import Transaction
 from keyfold.core.store.batch import Columns
-from keyfold.core.store.shapes import delete, increment, insert_new, load
+from keyfold.core.store.shapes import delete, increment, increment_ordered, insert_new, insert_new_meanwhile, load
 from keyfold.orders import metrics
 from keyfold.orders.model import (
     CompletedOrder,
@@ -81,10 +81,10 @@ def count_orders(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder]) 
             slices[slice_.slice_id] = slice_
         else:
             verdicts[index] = Verdict(sent.order_id, "before_start", "created before the start: left to the backfill")
-    counted = _marked(tx, unit, _with_room(tx, unit, arrived, slices, kept, verdicts), verdicts)
+    counted, cells = _marked(tx, unit, _with_room(tx, unit, arrived, slices, kept, verdicts), verdicts)
     if counted:
         unit.keep_slices(tx, [slices[each] for each in {order.slice_id for order in counted}])
-        _add(tx, unit, counted)
+        _add(tx, unit, counted, cells)
         _free_reservations(tx, unit, [order.order_id for order in counted])
     _must_be_filled_again(tx, unit, stood, keep(tx, unit, kept))
     found = [each for each in verdicts if each is not None]
@@ -148,8 +148,11 @@ def _with_room(
 
 def _marked(
     tx: Transaction, unit: Unit, arrived: Sequence[tuple[int, Order]], verdicts: list[Verdict | None]
-) -> list[Order]:
-    """Mark the orders that are new; of the others, tell a repeat from another order under the same id."""
+) -> tuple[list[Order], Columns | None]:
+    """Mark the orders that are new; of the others, tell a repeat from another order under the same id.
+
+    Returns those that are new and, if all are, which is usual, what they add to cells, made up while a server marked.
+    """
     first: dict[str, tuple[int, Order]] = {}
     for index, order in arrived:
         first.setdefault(order.order_id, (index, order))
@@ -164,7 +167,8 @@ def _marked(
         "identities": [encode(order.identities).decode() for order in listed],
         "is_corrected": [0] * len(listed),
     }
-    new = {order_id for (order_id,) in insert_new(tx, unit.tables.marks, marks)}
+    inserted, cells = insert_new_meanwhile(tx, unit.tables.marks, marks, lambda: _cells(listed))
+    new = {order_id for (order_id,) in inserted}
     known = [order.order_id for order in listed if order.order_id not in new]
     before = {
         order_id: mark
@@ -181,28 +185,40 @@ def _marked(
             if said == order.fingerprint
             else Verdict(order.order_id, "conflict", "an order of this id was counted that said something else")
         )
-    return [order for order in listed if order.order_id in new]
+    counted = [order for order in listed if order.order_id in new]
+    return counted, cells if len(counted) == len(listed) else None
 
 
-def _add(tx: Transaction, unit: Unit, counted: Sequence[Order]) -> None:
-    """One increment of the live part for each identity that an order counts for."""
-    rows = [
-        (type_id, value, order.slice_id, order.created_at_us)
-        for order in counted
-        for type_id, value in order.identities.items()
-    ]
-    types, values, slice_ids, created = zip(*rows, strict=True)
-    increment(
+def _cells(orders: Sequence[Order]) -> Columns:
+    """One more in the live part for each identity that an order counts for: each cell once, in key order."""
+    live: dict[tuple[int, str, int], list[int]] = {}
+    for order in orders:
+        created_at_us, slice_id = order.created_at_us, order.slice_id
+        for type_id, value in order.identities.items():
+            cell = live.setdefault((type_id, value, slice_id), [0, created_at_us, created_at_us])
+            cell[0] += 1
+            if created_at_us < cell[1]:
+                cell[1] = created_at_us
+            elif created_at_us > cell[2]:
+                cell[2] = created_at_us
+    keys = sorted(live)
+    parts = [live[key] for key in keys]
+    return {
+        "identity_type": [key[0] for key in keys],
+        "identity_value": [key[1] for key in keys],
+        "slice_id": [key[2] for key in keys],
+        "live_count": [part[0] for part in parts],
+        "live_from_us": [part[1] for part in parts],
+        "live_to_us": [part[2] for part in parts],
+    }
+
+
+def _add(tx: Transaction, unit: Unit, counted: Sequence[Order], cells: Columns | None) -> None:
+    """Add orders to their cells, which are made up here unless they are at hand."""
+    increment_ordered(
         tx,
         unit.tables.cells,
-        {
-            "identity_type": types,
-            "identity_value": values,
-            "slice_id": slice_ids,
-            "live_count": [1] * len(rows),
-            "live_from_us": created,
-            "live_to_us": created,
-        },
+        _cells(counted) if cells is None else cells,
         least=["live_from_us"],
         greatest=["live_to_us"],
     )

@@ -1,13 +1,13 @@
 """Reading counts: one statement for all identities asked for, over the index alone; evidence on request."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 
 from keyfold.core.errors import Internal, TooLarge
 from keyfold.core.store import Transaction
-from keyfold.core.store.batch import Columns
-from keyfold.core.store.shapes import load, load_rows
+from keyfold.core.store.batch import Columns, Row
+from keyfold.core.store.shapes import Lookup, load, load_rows, lookup
 from keyfold.core.times import iso
 from keyfold.orders.model import DataItem, Identity, IdentityType, Property, UnitState, View, must_be_query
 from keyfold.orders.service.unit import Unit
@@ -49,6 +49,10 @@ class IdentityData(Struct, frozen=True, omit_defaults=True):
     evidence: Evidence | None = None
 
 
+# Of the rows of a look-up; None where they name slices that are not known here yet.
+Answered = Callable[[list[Row]], list[IdentityData] | None]
+
+
 def read_orders(tx: Transaction, unit: Unit, query: Query) -> list[IdentityData]:
     """The counts of each identity, in the order asked for."""
     return read_many(tx, unit, [query])[0]
@@ -62,6 +66,26 @@ def read_many(tx: Transaction, unit: Unit, queries: Sequence[Query]) -> list[lis
         tx, unit, [(ids[each.type], each.value) for query in queries for each in query.identities if each.type in ids]
     )
     return [_answered(query, unit.view(query.filters, query.group_by), ids, cells, values) for query in queries]
+
+
+def lookup_of(unit: Unit, query: Query) -> tuple[Lookup, Answered] | None:
+    """A query of few identities as one statement, and what its rows mean; None where that does not suffice."""
+    state = unit.remembered()
+    if state is None:
+        return None
+    must_be_known(state, query)
+    ids = {each.name: each.type_id for each in state.identities}
+    few = lookup(unit.tables.cells, columns_of([(ids[each.type], each.value) for each in query.identities]), COUNTED)
+    if few is None:
+        return None
+    view = unit.view(query.filters, query.group_by)
+
+    def answered(rows: list[Row]) -> list[IdentityData] | None:
+        cells, slice_ids = _by_identity(rows)
+        values = unit.known_values(slice_ids)
+        return None if values is None else _answered(query, view, ids, cells, values)
+
+    return few, answered
 
 
 def _answered(
@@ -98,15 +122,21 @@ def columns_of(keys: Sequence[CellKey]) -> Columns:
 
 def cells_of(tx: Transaction, unit: Unit, keys: Sequence[CellKey]) -> tuple[Cells, SliceValues]:
     """The cells of identities, and the values of their slices."""
-    cells: dict[CellKey, list[tuple[int, int]]] = {}
-    slice_ids: set[int] = set()
-    for type_id, value, slice_id, live, history in load_rows(tx, unit.tables.cells, columns_of(keys), COUNTED):
-        slice_ids.add(slice_id)
-        cells.setdefault((type_id, value), []).append((slice_id, live + history))
+    cells, slice_ids = _by_identity(load_rows(tx, unit.tables.cells, columns_of(keys), COUNTED))
     values = unit.values_of(tx, slice_ids)
     if lost := [each for each in slice_ids if each not in values]:
         raise Internal(f"the slice {lost[0]} of unit {unit.name} is lost")
     return cells, values
+
+
+def _by_identity(rows: Sequence[Row]) -> tuple[Cells, set[int]]:
+    """Rows of COUNTED by identity, and their slices."""
+    cells: dict[CellKey, list[tuple[int, int]]] = {}
+    slice_ids: set[int] = set()
+    for type_id, value, slice_id, live, history in rows:
+        slice_ids.add(slice_id)
+        cells.setdefault((type_id, value), []).append((slice_id, live + history))
+    return cells, slice_ids
 
 
 def evidence_of(

@@ -1,6 +1,7 @@
 """A unit as it is set up here: its settings, its tables, its state in the store, and the slices it has seen."""
 
 import threading
+import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -51,6 +52,7 @@ class Unit:
         self._views: dict[tuple[tuple[Property, ...], tuple[str, ...]], View] = {}
         self._by_values: dict[tuple[str, ...], Slice] = {}
         self._seen: tuple[int, Stood] | None = None
+        self._seen_at = 0.0  # by the clock of this process, which only goes ahead
 
     # The state ----------------------------------------------------------------------------------------------------
 
@@ -70,9 +72,16 @@ class Unit:
         seen = self._seen
         if seen is not None and 0 <= tx.now_us - seen[0] < SEEN_US_MAX:
             return seen[1]
+        asked_at = time.monotonic()
         stood = self.stood(tx)
-        self._seen = (tx.now_us, stood)
+        self._seen, self._seen_at = (tx.now_us, stood), asked_at
         return stood
+
+    def remembered(self) -> UnitState | None:
+        """The state that a reader saw within the last second, if one did."""
+        seen = self._seen
+        is_fresh = time.monotonic() - self._seen_at < SEEN_US_MAX / SECOND_US
+        return seen[1].state if seen is not None and is_fresh else None
 
     def change(self, tx: Transaction, stood: Stood, state: UnitState) -> None:
         """Store a changed state; whoever changed it meanwhile makes this transaction run again."""
@@ -135,6 +144,10 @@ class Unit:
             with self._guard:
                 self._slices.update({each: decode(text) for each, text in self._load_slices(tx, unknown).items()})
         return self._slices
+
+    def known_values(self, slice_ids: Collection[int]) -> Mapping[int, Mapping[str, str]] | None:
+        """The same without a look into the store; None where a slice is not known here yet."""
+        return self._slices if all(each in self._slices for each in slice_ids) else None
 
     def view(self, filters: Sequence[Property], group_by: Sequence[str]) -> View:
         """How queries with these filters and groups see slices. They come from outside, so few are remembered."""
