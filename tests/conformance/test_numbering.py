@@ -7,25 +7,35 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec import structs
 
-from keyfold.bulk import folders
+from keyfold.bulk import engines, folders
 from keyfold.bulk.folders import FolderBroken, FolderUnreachable
 from keyfold.core import outbox
 from keyfold.core.audit import AUDIT
 from keyfold.core.consumer import ConsumerWorker
-from keyfold.core.errors import BadInput, CommitUnknown, Conflict, LeaseLost, LeasesUnreachable, NotFound
+from keyfold.core.errors import (
+    BadInput,
+    CommitUnknown,
+    Conflict,
+    LeaseLost,
+    LeasesUnreachable,
+    NotFound,
+    SettingsWrong,
+)
 from keyfold.core.leases.lease import Lease
 from keyfold.core.relay import Relay
+from keyfold.core.store import Transaction
 from keyfold.core.topics.topic import Message, Record
 from keyfold.numbering.model import Place, Version
 from keyfold.numbering.service import building, comparing, coordinating, finding, mastering, planning, running, states
 from keyfold.numbering.service.mastering import CopiesLacking, LockTaken, Master, StateLost
 from keyfold.numbering.worker import Upkeep, consumers
-from tests.numbering import Numbering, columns, key, opened, places, rows
+from tests.numbering import Numbering, columns, key, opened, places, rows, write_offers
 from tests.product import consume_all, relay_all
 from tests.servers.zookeeper import ZooKeeperServer
 
@@ -638,6 +648,64 @@ def test_offers_that_are_gone_for_long_are_forgotten(exported: Numbering) -> Non
     Upkeep(exported.context).step()
     left = store.read(lambda tx: tx.driver("SELECT message_key FROM numbering_offers").scalars().all())
     assert left == ["o2"]
+
+
+@pytest.mark.spec("NUM-08")
+def test_an_offer_that_comes_back_while_it_is_forgotten_stays(exported: Numbering) -> None:
+    export(exported, ("o1", 1, offer(1, status="removed")))
+    store = exported.context.store
+    store.transact(lambda tx: tx.driver("UPDATE numbering_offers SET moved_at_us = 0"))
+
+    def forget(tx: Transaction) -> int:
+        execute = tx.execute
+
+        def between(statement: Any, parameters: Any = None) -> Any:
+            found = execute(statement, parameters)
+            if statement.is_select:
+                chosen = found.scalars().all()
+                tx.driver("UPDATE numbering_offers SET is_live = 1")
+                return SimpleNamespace(scalars=lambda: chosen)
+            return found
+
+        tx.execute = between  # type: ignore[method-assign]
+        return building.forget_dead(tx, 10)
+
+    assert store.transact(forget) == 0
+    assert store.read(building.live_count) == 1
+
+
+@pytest.mark.spec("NUM-01")
+def test_offers_that_change_while_they_are_numbered_are_noticed(
+    small: Numbering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offers = small.offers(1, 2, 3)
+    write = engines.DuckDB.write
+
+    def changed(engine: Any, expression: Any, folder: Path) -> None:
+        write_offers(Path(offers), columns(key(n) for n in range(5)))
+        write(engine, expression, folder)
+
+    monkeypatch.setattr(engines.DuckDB, "write", changed)
+    with pytest.raises(BadInput, match="were given"):
+        small.master().run(offers)
+    assert small.record().current is None
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"types": {"main": {"number": 1}, "test": {"number": 1}}}, "number 1"),
+        ({"clusters": {"arnold": "/data", "hahn": "/data/"}}, "no second copy"),
+    ],
+)
+def test_settings_that_would_mix_up_types_or_clusters_are_refused(
+    tmp_path: Path, given: dict[str, Any], words: str
+) -> None:
+    with (
+        pytest.raises(SettingsWrong, match=words),
+        opened(f"sqlite:///{tmp_path / 'keyfold.db'}", tmp_path, **given),
+    ):
+        pass
 
 
 @pytest.mark.spec("NUM-08")

@@ -1,7 +1,8 @@
 """The settings of numbering: types, sharding schemes, clusters, and how long things may take."""
 
-from collections.abc import Mapping
-from typing import Annotated, Literal
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Literal, TypeVar
 
 from msgspec import Meta, Struct, field
 
@@ -9,6 +10,8 @@ from keyfold.core.errors import BadInput
 from keyfold.core.settings import Section
 from keyfold.numbering.model import VERSION_PART_MAX
 from keyfold.numbering.sharding import SHARDS_MAX, By, Scheme
+
+T = TypeVar("T")
 
 
 class SchemeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,6 +96,16 @@ class NumberingSettings(Section, frozen=True, kw_only=True):
     bytes_per_place: Annotated[
         int, Meta(ge=1, le=1_000_000, description="what a place costs in the index, for plans")
     ] = 64
+
+    def __post_init__(self) -> None:
+        if twice := _twice([each.number for each in self.types.values()]):
+            raise ValueError(f"two types have the number {twice[0]}: their versions could not be told apart")
+        if same := _twice([root.rstrip("/") for root in self.clusters.values()]):
+            raise ValueError(f"two clusters are the one folder {same[0]}: a copy there is no second copy")
+
+
+def _twice(values: Iterable[T]) -> list[T]:
+    return [value for value, times in Counter(values).items() if times > 1]
 
 
 def type_named(settings: NumberingSettings, name: str) -> TypeSettings:

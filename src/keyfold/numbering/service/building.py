@@ -14,7 +14,7 @@ from keyfold.core.errors import BadInput
 from keyfold.core.files import arrow_and_parquet
 from keyfold.core.store import Store, Transaction
 from keyfold.core.store.batch import Columns
-from keyfold.core.store.shapes import compare_and_set, delete, load
+from keyfold.core.store.shapes import compare_and_set, load
 from keyfold.core.topics.topic import Record
 from keyfold.numbering import metrics
 from keyfold.numbering.tables import NUMBERING_OFFERS
@@ -133,8 +133,10 @@ def forget_dead(tx: Transaction, rows_max: int) -> int:
     """Forget offers that are not live, once no older version of them can still come."""
     offers = NUMBERING_OFFERS.c
     before_us = tx.now_us - DEAD_DAYS * 86_400 * SECOND_US
-    chosen = sa.select(offers.message_key).where(offers.is_live == 0, offers.moved_at_us < before_us).limit(rows_max)
-    return delete(tx, NUMBERING_OFFERS, {"message_key": sorted(tx.execute(chosen).scalars())})
+    is_gone = sa.and_(offers.is_live == 0, offers.moved_at_us < before_us)
+    chosen = sorted(tx.execute(sa.select(offers.message_key).where(is_gone).limit(rows_max)).scalars())
+    # Asked again where it is deleted: an offer may have come back since it was chosen.
+    return tx.execute(sa.delete(NUMBERING_OFFERS).where(offers.message_key.in_(chosen), is_gone)).rowcount
 
 
 def live_count(tx: Transaction) -> int:

@@ -99,6 +99,7 @@ def run(request: Request, tell: Callable[[str], None] = lambda _: None) -> Store
         draft = Draft(request.target, request.path, request.scratch)
         try:
             made = _numbered(request, engine, before, offers, draft, tell)
+            _must_add_up(request, made.shards)
             tell("checked")
             files = draft.files()
             summary = _with_bytes(made.summary, sum(each.bytes for each in files))
@@ -329,6 +330,18 @@ def _rebuilt(
     states.gather_files(draft, "expired_docs", [draft.folder / "gone"] if before is not None else [])
     states.gather_files(draft, "remap", [draft.folder / "moved"] if before is not None else [])
     return _Made(reason, version, _shards(figures, by_shard, {}), _summary(figures, new_count, 0, expired_count))
+
+
+def _must_add_up(request: Request, shards: list[Shard]) -> None:
+    """Whoever has a place is counted where it was given and where it was written: both say the same, or we stop."""
+    for shard in shards:
+        if shard.places + shard.free != shard.size or shard.top > shard.size:
+            raise BadInput(
+                f"shard {shard.shard_id} has {shard.places} places in use, {shard.free} free ones and reaches to"
+                f" {shard.top}, but {shard.size} were given",
+                place=request.offers,
+                hint="The offers must not change while they are numbered",
+            )
 
 
 def _written(engine: Engine, folder: Path, types: dict[str, str]) -> "ir.Table":
