@@ -26,6 +26,7 @@ from keyfold.core.errors import (
     LeasesUnreachable,
     NotFound,
     SettingsWrong,
+    Unavailable,
 )
 from keyfold.core.leases.lease import Lease
 from keyfold.core.relay import Relay
@@ -352,6 +353,96 @@ def test_a_new_coordinator_does_not_begin_anew_beside_states_that_it_does_not_kn
             mastering.adopt(product.context, product.settings, "main", "tester")
         assert product.run(1, 2, 3, 4).version == "1.0.1.0"
         assert {each: places(product.last())[each] for each in kept} == kept
+
+
+@pytest.mark.spec("NUM-10", "NUM-05")
+@pytest.mark.parametrize("after", ["a pruning", "a run while a cluster did not answer", "a refused adoption"])
+def test_no_act_makes_a_new_coordinator_forget_that_it_knows_nothing(
+    tmp_path: Path, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(f"sqlite:///{tmp_path / 'one.db'}", tmp_path) as product:
+        product.run(1, 2)
+        there = product.names("arnold"), product.names("hahn")
+    with opened(f"sqlite:///{tmp_path / 'two.db'}", tmp_path) as product:
+        # As ZooKeeper's, its tickets are greater than all that the store ever gave.
+        product.context.store.transact(
+            lambda tx: tx.driver("INSERT INTO leases VALUES ('numbering/main', 'somebody', 1000000, 0)")
+        )
+        if after == "a pruning":
+            with pytest.raises(Conflict, match="another coordinator"):
+                mastering.prune(product.context, product.settings, "main", "tester")
+        elif after == "a refused adoption":
+            monkeypatch.setattr(mastering, "readable", lambda *_: False)
+            with pytest.raises(StateLost):
+                mastering.adopt(product.context, product.settings, "main", "tester")
+        else:
+            monkeypatch.setattr(folders.Root, "names", lambda *_: (_ for _ in ()).throw(FolderUnreachable("no link")))
+            with pytest.raises(Unavailable, match="whether arnold has states"):
+                product.run(1)
+        monkeypatch.undo()
+        with pytest.raises(Conflict, match="keyfold number adopt"):
+            product.run(1)
+        assert (product.names("arnold"), product.names("hahn")) == there
+
+
+@pytest.mark.spec("NUM-14")
+def test_states_beside_an_adopted_one_are_deleted_after_the_grace_only(tmp_path: Path) -> None:
+    with opened(f"sqlite:///{tmp_path / 'one.db'}", tmp_path) as product:
+        older = product.run(1, 2)
+        product.run(1, 2, 3)
+    with opened(f"sqlite:///{tmp_path / 'two.db'}", tmp_path) as product:
+        product.context.store.transact(
+            lambda tx: tx.driver("INSERT INTO leases VALUES ('numbering/main', 'somebody', 1000000, 0)")
+        )
+        mastering.adopt(product.context, product.settings, "main", "tester")
+        product.run(1, 2, 3, 4)
+        assert (product.folder / "hahn" / older.path / "manifest.json").exists()
+        product.settings = structs.replace(product.settings, grace_hours=0)
+        mastering.prune(product.context, product.settings, "main", "tester")
+        assert not (product.folder / "hahn" / older.path).exists()
+        assert places(product.last())
+
+
+@pytest.mark.spec("NUM-15")
+def test_states_that_cannot_be_seen_from_here_are_not_all_given_up_by_mistake(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'keyfold.db'}"
+    with opened(url, tmp_path) as product:
+        product.run(1, 2)
+        product.run(1, 2, 3)
+    elsewhere = {name: str(tmp_path / "not mounted" / name) for name in ("arnold", "hahn")}
+    with opened(url, tmp_path, clusters=elsewhere) as product:
+        for even_if_readable in (False, True):
+            with pytest.raises(Conflict, match="--even-if-none-is-left"):
+                mastering.invalidate(
+                    product.context, product.settings, "main", "tester", why="", even_if_readable=even_if_readable
+                )
+        assert not any(each.invalid for each in product.record().states)
+        record = mastering.invalidate(
+            product.context,
+            product.settings,
+            "main",
+            "tester",
+            why="all burnt",
+            even_if_readable=False,
+            even_if_none_is_left=True,
+        )
+        assert record.current is None
+
+
+@pytest.mark.spec("NUM-10", "NUM-15")
+def test_a_state_is_read_wherever_a_master_has_brought_it(tmp_path: Path) -> None:
+    """Also when the clusters that it was published with are lost, or no longer in the settings."""
+    url = f"sqlite:///{tmp_path / 'keyfold.db'}"
+    clusters = {name: str(tmp_path / name) for name in ("arnold", "hahn", "third", "fourth")}
+    with opened(url, tmp_path, clusters=clusters) as product:
+        published = product.run(1, 2)
+        assert published.clusters == ["arnold", "hahn"]
+        with pytest.raises(BadInput, match="no offer"):
+            product.run(cluster="third")  # it brings the state, and fails then
+        shutil.rmtree(tmp_path / "hahn")
+    with opened(url, tmp_path, clusters={name: clusters[name] for name in ("third", "fourth")}) as product:
+        assert places(product.last())
+        assert product.run(1, 2, 3, cluster="fourth").version == "1.0.0.1"
 
 
 @pytest.mark.spec("NUM-10")

@@ -232,6 +232,7 @@ def copy(
     files: Sequence[FileEntry],
     manifest: bytes,
     *,
+    scratch: Path | None = None,
     go_on: Callable[[], None] = lambda: None,
     tell: Callable[[int], None] = lambda _: None,
 ) -> None:
@@ -246,7 +247,7 @@ def copy(
         return
     if target.exists(path):
         target.remove(path)
-    draft = Draft(target, path, None)
+    draft = Draft(target, path, scratch)
     try:
         for entry in files:
             local = draft.folder / entry.path

@@ -150,7 +150,7 @@ def run_master(
         context, settings, type_name, cluster or next(iter(settings.clusters)), master or worker_name()
     )
     offers = input_offers_table or own.offers
-    with ctx.obj.steps("number", None) as steps, engines.scratch_folder("keyfold-offers") as folder:
+    with ctx.obj.steps("number", None) as steps, engines.scratch_folder("keyfold-offers", _scratch(settings)) as folder:
         if not offers:
             if not settings.offers_topic:
                 raise BadInput(
@@ -321,7 +321,7 @@ def history(
         )
         lines.append(f"{lease.holder} holds the lock{since}, ticket {lease.ticket}")
     if record.is_cut:
-        lines.append(f"the last state was declared invalid: the next run has V {record.rebuild_next}")
+        lines.append(f"what came after the last state is lost: the next run has V {record.rebuild_next}")
     return Answer(data={"record": record, "lock": lease}, table=rows, lines=lines)
 
 
@@ -344,13 +344,24 @@ def invalidate(
     even_if_readable: Annotated[
         bool, typer.Option("--even-if-readable", help="Also a state that can be read, because it is wrong.")
     ] = False,
+    even_if_none_is_left: Annotated[
+        bool, typer.Option("--even-if-none-is-left", help="Also if no state can be read: all begins anew.")
+    ] = False,
     type_name: TypeOption = "main",
 ) -> Answer:
     """Declare the last state invalid: the newest one that can be read becomes the last, and the next run raises V."""
     from keyfold.numbering.service import mastering
 
     context, settings = _opened(ctx)
-    record = mastering.invalidate(context, settings, type_name, ACTOR, why=why, even_if_readable=even_if_readable)
+    record = mastering.invalidate(
+        context,
+        settings,
+        type_name,
+        ACTOR,
+        why=why,
+        even_if_readable=even_if_readable,
+        even_if_none_is_left=even_if_none_is_left,
+    )
     current = record.current
     lines = [
         f"{current.version} is the last state again" if current else "no state is left: the next run is a first one"

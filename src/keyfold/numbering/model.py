@@ -312,6 +312,7 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
     taken: Taken | None = None
     states: list[Published] = []  # the oldest first
     rebuild_next: int = 0  # no V below was left unused
+    is_begun: bool = False  # a first run may be done: no cluster had states of another coordinator
     is_cut: bool = False  # the last state was declared invalid: the next run raises V
 
     @property
@@ -354,6 +355,12 @@ def publish(record: Record, state: Published, *, history_max: int) -> Record:
     )
 
 
+def begin(record: Record, ticket: int) -> Record:
+    """Note that there is nothing to go on from, so that what a dead first master leaves is known to be ours."""
+    _must_hold(record, ticket)
+    return structs.replace(record, is_begun=True)
+
+
 def declare_invalid(record: Record, ticket: int, checksums: Iterable[str], why: str) -> Record:
     """Return the pointer to the newest state that is not named here; the next run raises V."""
     _must_hold(record, ticket)
@@ -364,15 +371,22 @@ def declare_invalid(record: Record, ticket: int, checksums: Iterable[str], why: 
         structs.replace(each, invalid=why) if each.checksum in lost and not each.invalid else each
         for each in record.states
     ]
-    return structs.replace(record, states=states, is_cut=True)
+    record = structs.replace(record, states=states, is_cut=True)
+    # A state that had its tombstone is needed again.
+    kept = [structs.replace(each, dropped_at_us=0) if each is record.current else each for each in states]
+    return structs.replace(record, states=kept)
 
 
-def adopt(record: Record, state: Published, rebuild_next: int) -> Record:
-    """Begin a record with a state that another coordinator published. What came after it is not known: V rises."""
+def adopt(record: Record, state: Published, others: Sequence[Published], rebuild_next: int, now_us: int) -> Record:
+    """Begin a record with a state that another coordinator published. What came after it is not known: V rises.
+
+    The others are dropped: nobody knows which of them were ever published, but some may still be read.
+    """
     _must_hold(record, state.ticket)
     if record.states:
         raise Conflict("there are states already")
-    return structs.replace(record, states=[state], rebuild_next=rebuild_next, is_cut=True)
+    dropped = [structs.replace(each, invalid="of another coordinator", dropped_at_us=now_us) for each in others]
+    return structs.replace(record, states=[*dropped, state], rebuild_next=rebuild_next, is_cut=True)
 
 
 def to_drop(record: Record, *, states_kept: int, rebuilds_kept: int) -> list[Published]:

@@ -434,6 +434,14 @@ def test_a_lost_state_returns_the_pointer_and_its_v_is_never_used_again() -> Non
         model.declare_invalid(after, 5, ["1.0.0.1 2"], "not the last")
 
 
+@pytest.mark.spec("NUM-15", "NUM-14")
+def test_a_dropped_state_that_the_pointer_returns_to_is_dropped_no_more() -> None:
+    record = model.drop(recorded("1.0.0.0", "1.0.0.1"), 2, ["1.0.0.0 1"], 5)
+    record = model.declare_invalid(record, 3, ["1.0.0.1 2"], "wrong")
+    assert record.current is not None
+    assert (record.current.version, record.current.dropped_at_us) == ("1.0.0.0", 0)
+
+
 @pytest.mark.spec("NUM-14")
 def test_pruning_keeps_the_newest_and_the_last_of_every_kept_rebuild() -> None:
     record = recorded("1.0.0.0", "1.0.0.1", "1.0.1.0", "1.0.1.1", "1.0.2.0", "1.0.2.1", "1.0.2.2")

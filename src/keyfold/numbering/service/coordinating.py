@@ -33,11 +33,6 @@ def look(leases: Leases, type_name: str) -> Record:
     return _read(leases, type_name)[0]
 
 
-def is_known(leases: Leases, type_name: str) -> bool:
-    """Whether the coordinator ever heard of a type."""
-    return leases.published(lock_name(type_name)) is not None
-
-
 def holder(leases: Leases, type_name: str) -> Lease | None:
     """The lease in force now, if any."""
     return next(iter(leases.held([lock_name(type_name)])), None)

@@ -98,7 +98,6 @@ class Master:
         """One try. None where the lock is not to be had now."""
         with contextlib.ExitStack() as stack:
             try:
-                must_be_known(self._context, self._settings, self._type_name)
                 hold = stack.enter_context(
                     coordinating.locked(self._context, self._settings, self._type_name, self._name)
                 )
@@ -130,6 +129,7 @@ class Master:
 
     def _made(self, hold: Hold, request: Request, tell: Tell) -> tuple[Stored, list[str]]:
         """A new state, on as many clusters as it must be."""
+        begin(hold, self._settings, self._type_name)
         record = hold.record
         before = self._brought(hold, record.current, tell) if record.current else None
         path = f"{self._type_name}/{hold.ticket}-{uuid.uuid4().hex}"
@@ -182,8 +182,8 @@ class Master:
             failures.append(f"{self._cluster}: {error}")
             if isinstance(error, FolderBroken):
                 self._drop_broken(last)
-        for cluster in last.clusters:
-            if cluster == self._cluster or cluster not in self._settings.clusters:
+        for cluster in _holders(self._settings, last):
+            if cluster == self._cluster:
                 continue
             hold.must_be_held()
             try:
@@ -235,7 +235,13 @@ class Master:
             try:
                 self._bounded(
                     lambda go_on: folders.copy(
-                        state.root, target, state.path, state.manifest.files, manifest, go_on=go_on
+                        state.root,
+                        target,
+                        state.path,
+                        state.manifest.files,
+                        manifest,
+                        scratch=self._scratch,
+                        go_on=go_on,
                     ),
                     f"copying {state.where}",
                 )
@@ -259,7 +265,14 @@ class Master:
 
 
 def invalidate(
-    context: Context, settings: NumberingSettings, type_name: str, master: str, *, why: str, even_if_readable: bool
+    context: Context,
+    settings: NumberingSettings,
+    type_name: str,
+    master: str,
+    *,
+    why: str,
+    even_if_readable: bool,
+    even_if_none_is_left: bool = False,
 ) -> Record:
     """Declare the last state invalid under a ticket; the pointer returns to the newest one that can be read."""
     type_named(settings, type_name)
@@ -267,12 +280,17 @@ def invalidate(
         if hold is None:
             raise LockTaken(f"a master holds the lock of {type_name}", hint="Wait until it is done, or stop it")
         lost: list[Published] = []
+        is_blind = False
         for state in reversed(hold.record.states):
             if state.invalid:
                 continue
             hold.must_be_held()
             is_last = state == hold.record.current
-            if not (is_last and even_if_readable) and not state.is_deleted and readable(settings, state):
+            if (is_last and even_if_readable) or state.is_deleted:
+                lost.append(state)
+                continue
+            is_blind = not readable(settings, state)
+            if not is_blind:
                 if is_last:
                     raise Conflict(
                         f"{state.version}, the last state of {type_name}, can be read",
@@ -282,6 +300,11 @@ def invalidate(
             lost.append(state)
         if not lost:
             raise NotFound(f"no state of {type_name} was ever published")
+        if is_blind and not even_if_none_is_left:
+            raise Conflict(
+                f"no state of {type_name} can be read from here: the next run would be a first one",
+                hint="See that the clusters are there; if all is lost indeed: --even-if-none-is-left",
+            )
         checksums = [each.checksum for each in lost]
         record = hold.change(lambda now: model.declare_invalid(now, hold.ticket, checksums, why))
         named = ", ".join(each.version for each in lost)
@@ -291,21 +314,32 @@ def invalidate(
         return record
 
 
-def must_be_known(context: Context, settings: NumberingSettings, type_name: str) -> None:
-    """A coordinator that never heard of a type must not begin it anew beside states of another coordinator."""
-    if coordinating.is_known(context.leases, type_name):
+def begin(hold: Hold, settings: NumberingSettings, type_name: str) -> None:
+    """A coordinator that knows no state of a type must not begin it anew beside states of another coordinator.
+
+    Only a look at every cluster tells. That the record is there does not: whoever takes the lock writes it.
+    """
+    if not is_strange(hold.record):
         return
     for cluster in settings.clusters:
         try:
             found = _states_of(settings, type_name, cluster)
         except Unavailable as error:
-            log.warning("whether a cluster has states is not known", cluster=cluster, error=str(error))
-            continue
+            raise Unavailable(
+                f"whether {cluster} has states of {type_name} is not known: {error}",
+                hint="A type is begun when every cluster answers",
+            ) from None
         if found:
             raise Conflict(
                 f"the coordinator knows no state of {type_name}, but {cluster} has {found[0].manifest.version}",
                 hint=f"keyfold number adopt --type {type_name} goes on from the newest; or move the folder away",
             )
+    hold.change(lambda record: model.begin(record, hold.ticket))
+
+
+def is_strange(record: Record) -> bool:
+    """Whether the clusters may have states that this coordinator never heard of."""
+    return not record.states and not record.is_begun
 
 
 def adopt(context: Context, settings: NumberingSettings, type_name: str, master: str) -> Record:
@@ -332,7 +366,17 @@ def adopt(context: Context, settings: NumberingSettings, type_name: str, master:
         else:
             raise StateLost(f"no state of {type_name} can be read")
         rebuild_next = 1 + max(state.version.rebuild for state, _ in found)
-        record = hold.change(lambda now: model.adopt(now, candidate, rebuild_next))
+        others = {
+            state.checksum: _published(state, [cluster], hold.ticket)
+            for state, cluster in found
+            if state.checksum != candidate.checksum
+        }
+        now_us = SystemClock().now_us()
+        record = hold.change(
+            lambda now: model.adopt(
+                now, candidate, sorted(others.values(), key=lambda each: each.run), rebuild_next, now_us
+            )
+        )
         context.store.transact(
             lambda tx: audit.record(tx, master, "numbering adopt", f"{type_name}: {candidate.version}"), once=True
         )
@@ -373,6 +417,10 @@ def prune_under(hold: Hold, settings: NumberingSettings, type_name: str) -> Prun
 
     A folder that no record names and whose ticket is older than ours can never be published: its master lost the lock.
     """
+    if is_strange(hold.record):
+        raise Conflict(
+            f"the coordinator knows no state of {type_name}: what the clusters have may be another coordinator's"
+        )
     now_us = SystemClock().now_us()
     dropped = model.to_drop(hold.record, states_kept=settings.states_kept, rebuilds_kept=settings.rebuilds_kept)
     if dropped:
@@ -431,14 +479,18 @@ def readable(settings: NumberingSettings, state: Published) -> bool:
 
 def stored(settings: NumberingSettings, state: Published, cluster: str = "") -> Stored:
     """A published state where it can be read; by its manifest, which is compared with what was published."""
-    names = [cluster] if cluster else state.clusters
     failures = []
-    for name in names:
+    for name in [cluster] if cluster else _holders(settings, state):
         try:
             return states.read(root_of(settings, name), state.path, checksum=state.checksum)
         except (NotFound, Unavailable) as error:
             failures.append(f"{name}: {error}")
     raise StateLost(f"{state.version} cannot be read: {'; '.join(failures)}")
+
+
+def _holders(settings: NumberingSettings, state: Published) -> list[str]:
+    """Clusters to look for a state in: those that it was published with, then those of masters that went on from it."""
+    return sorted(settings.clusters, key=lambda name: name not in state.clusters)
 
 
 def _readable_from(settings: NumberingSettings, state: Published) -> Iterator[str]:
