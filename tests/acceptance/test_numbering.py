@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -181,6 +182,11 @@ def test_what_is_typed_wrong_is_said_in_a_line(keyfold: Run, tmp_path: Path) -> 
         KEYFOLD_NUMBERING_SCHEMES='{"0": {"by": "offer", "shards": 2}}',
     )
     assert "needs a new number" in refused(changed)
+    nowhere = keyfold(
+        *("run", "--input-offers-table", table, "--output-state-table", "s2"),
+        KEYFOLD_NUMBERING_SCRATCH=str(tmp_path / "no" / "scratch"),
+    )
+    assert "numbering.scratch" in refused(nowhere)
 
 
 @pytest.mark.spec("NUM-10", "NUM-11", "NUM-15", "NUM-14")
@@ -311,6 +317,21 @@ def test_what_is_published_is_told_over_http(keyfold: Run, tmp_path: Path, start
     for wrong in ("?data=1.0", "", "?data=1.0.0.99999999999"):
         assert served.call("GET", f"/v1/numbering/main/compatible{wrong}", token).status_code == 400
     assert served.call("GET", "/v1/numbering/other", token).status_code == 404
+
+    # What cannot be read is said, but not where it lies; an answer that was given once is given again.
+    for index in [*tmp_path.rglob("*.index")]:
+        shutil.rmtree(index)
+    asked = {"json": {"places": [{"shard_id": 0, "doc_id": 7}]}}
+    lacking = served.call("POST", "/v1/numbering/main/find", token, **asked)
+    assert (lacking.status_code, "no look-up index yet" in lacking.text) == (503, True), lacking.text
+    for file in [*tmp_path.rglob("main/*/places"), *tmp_path.rglob("main/*/manifest.json")]:
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
+    lost = served.call("GET", "/v1/numbering/main", token)
+    assert (lost.status_code, "cannot be read now" in lost.text) == (503, True)
+    for answer in (lacking, lost):
+        assert "main/" not in answer.json()["detail"]
+        assert str(tmp_path) not in answer.text
+    assert get("/v1/numbering/main/compatible?data=1.0.0.0")["answer"] == "yes"
 
 
 @pytest.mark.spec("NUM-10", "CORE-20")

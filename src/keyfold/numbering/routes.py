@@ -1,11 +1,16 @@
 """The endpoints of numbering: what is published, whether data fit, and who has which place."""
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
+import structlog
 from msgspec import Meta, Struct
 
+from keyfold.bulk.folders import FolderBroken, FolderUnreachable
 from keyfold.core.context import Context
 from keyfold.core.errors import NotFound, TooLarge
 from keyfold.core.gather import Ask, Outcome
@@ -14,12 +19,15 @@ from keyfold.core.times import iso
 from keyfold.numbering.model import Key, Place, Published, Taken, TypeName, Version
 from keyfold.numbering.service import comparing, coordinating, mastering
 from keyfold.numbering.service.comparing import Compatibility
-from keyfold.numbering.service.finding import Found, Index
+from keyfold.numbering.service.finding import Found, Index, IndexLacking
 from keyfold.numbering.service.mastering import StateLost
-from keyfold.numbering.service.states import Shard, Stored
+from keyfold.numbering.service.states import Shard
 from keyfold.numbering.settings import NumberingSettings
 
+log = structlog.get_logger(__name__)
+
 KIND = "numbering"
+ANSWERS_KEPT_MAX = 8  # each lists up to numbering.exceptions_max places
 Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Number = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 VersionText = Annotated[str, Meta(pattern=r"^[0-9]{1,10}(\.[0-9]{1,10}){3}$", description="T.S.V.G")]
@@ -154,8 +162,9 @@ def routes(context: Context) -> Sequence[Route]:
             run=door.find,
             body=FindBody,
             answer=FoundShown,
-            errors=(NotFound, StateLost, TooLarge),
-            description="By the index of the last state, which masters build when they have published.",
+            errors=(NotFound, StateLost, IndexLacking, TooLarge),
+            description="By the index of the last state, which masters build when they have published: until it is"
+            " there, ask again.",
         ),
     ]
 
@@ -166,6 +175,8 @@ class Door:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._settings = context.settings.section("numbering", NumberingSettings)
+        self._comparing = threading.Lock()
+        self._answers: dict[tuple[str, Version], Compatibility] = {}
 
     def types(self, ask: Ask) -> Outcome:
         return TypesShown([name for name in sorted(self._settings.types) if ask.client.may(KIND, name)])
@@ -176,7 +187,10 @@ class Door:
         lease = coordinating.holder(self._context.leases, name)
         taken = record.taken if lease and record.taken and record.taken.ticket == lease.ticket else None
         current = record.current
-        shards = mastering.stored(self._settings, current).manifest.shards if current else []
+        shards: list[Shard] = []
+        if current:
+            with _reading(current):
+                shards = mastering.stored(self._settings, current).manifest.shards
         shown = _shown(current, current) if current else None
         return TypeShown(name, shown, shards, taken, record.rebuild_next)
 
@@ -195,13 +209,20 @@ class Door:
             state = comparing.chosen(record, data)
         except NotFound:
             state = comparing.chosen(record, None)
-        return comparing.compatible(
-            mastering.stored(self._settings, state),
-            data,
-            places_max=self._settings.exceptions_max,
-            megabytes_max=self._settings.engine_megabytes_max,
-            scratch=None,
-        )
+        # A comparison reads every place: one at a time, and once, since neither state nor answer ever changes.
+        with self._comparing, _reading(state):
+            if (answer := self._answers.get((state.checksum, data))) is None:
+                answer = comparing.compatible(
+                    mastering.stored(self._settings, state),
+                    data,
+                    places_max=self._settings.exceptions_max,
+                    megabytes_max=self._settings.engine_megabytes_max,
+                    scratch=Path(self._settings.scratch) if self._settings.scratch else None,
+                )
+                while len(self._answers) >= ANSWERS_KEPT_MAX:
+                    del self._answers[next(iter(self._answers))]
+                self._answers[state.checksum, data] = answer
+        return answer
 
     def find(self, ask: Ask) -> Outcome:
         name = self._named(ask)
@@ -209,24 +230,30 @@ class Door:
         wanted = len(ask.body.keys) + len(ask.body.places)
         if wanted > self._context.limits.batch_items_max:
             raise TooLarge(f"{wanted} look-ups; at most {self._context.limits.batch_items_max} in one request")
-        state = self._last(name)
+        state = comparing.chosen(coordinating.look(self._context.leases, name), None)
         keys = [Key(each.business_id, each.offer_id, each.shop_id, each.warehouse_id) for each in ask.body.keys]
         places = [Place(each.shard_id, each.doc_id) for each in ask.body.places]
-        with Index(state) as index:
+        with _reading(state), Index(mastering.stored(self._settings, state)) as index:
             by_key, by_place = index.by_keys(keys), index.by_places(places)
-        return FoundShown(
-            state.manifest.version, [by_key.get(key) for key in keys], [by_place.get(place) for place in places]
-        )
-
-    def _last(self, name: str) -> Stored:
-        record = coordinating.look(self._context.leases, name)
-        return mastering.stored(self._settings, comparing.chosen(record, None))
+        return FoundShown(state.version, [by_key.get(key) for key in keys], [by_place.get(place) for place in places])
 
     def _named(self, ask: Ask) -> str:
         name = ask.path["type"]
         if name not in self._settings.types or not ask.client.may(KIND, name):
             raise NotFound(f"there is no type {name!r}")
         return name
+
+
+@contextlib.contextmanager
+def _reading(state: Published) -> Iterator[None]:
+    """Where states lie, and why they cannot be read, is told to the log and not to whoever asks."""
+    try:
+        yield
+    except (StateLost, IndexLacking, FolderBroken, FolderUnreachable) as error:
+        log.warning("a state cannot be read", version=state.version, error=str(error))
+        if isinstance(error, IndexLacking):
+            raise IndexLacking(f"{state.version} has no look-up index yet", retry_after_seconds=10) from error
+        raise StateLost(f"{state.version} cannot be read now", retry_after_seconds=10) from error
 
 
 def _shown(state: Published, current: Published | None) -> StateShown:

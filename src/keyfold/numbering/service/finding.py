@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from keyfold.bulk import engines
 from keyfold.bulk.folders import MANIFEST, Draft, FileEntry, FolderBroken, Root
-from keyfold.core.errors import Conflict, NotFound
+from keyfold.core.errors import Conflict, NotFound, Unavailable
 from keyfold.core.files import arrow_and_parquet
 from keyfold.numbering.expressions import PLACES
 from keyfold.numbering.model import Key, Place
@@ -54,6 +54,12 @@ class IndexManifest(Struct, frozen=True):
 
     checksum: str
     files: list[FileEntry]
+
+
+class IndexLacking(Unavailable):
+    """A state has no look-up index yet"""
+
+    slug = "index-lacking"
 
 
 INDEX = ".index"
@@ -123,7 +129,7 @@ class Index:
         try:
             manifest = msgspec.json.decode(root.read(f"{path}/{MANIFEST}"), type=IndexManifest)
         except NotFound:
-            raise NotFound(f"{state.where} has no look-up index", hint="Build it: keyfold number index") from None
+            raise IndexLacking(f"{state.where} has no look-up index", hint="Build it: keyfold number index") from None
         except msgspec.DecodeError as error:
             raise FolderBroken(f"the index of {state.where} cannot be read: {error}") from None
         if manifest.checksum != state.checksum:
