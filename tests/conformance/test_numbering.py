@@ -493,6 +493,29 @@ def test_a_copy_that_fails_is_tried_again_and_one_that_hangs_is_left(
         small.run(1, 2)
 
 
+@pytest.mark.spec("NUM-10")
+def test_offers_that_must_be_made_are_made_under_the_lock(small: Numbering) -> None:
+    """Those that were made before the wait for another master would be older than what it has published."""
+
+    def made() -> str:
+        assert coordinating.holder(small.context.leases, "main") is not None
+        return small.offers(1, 2)
+
+    assert small.master().run(made).new == 2
+
+
+@pytest.mark.spec("NUM-09")
+def test_a_copy_for_a_remote_cluster_is_staged_in_the_scratch_folder(small: Numbering) -> None:
+    small.run(1)
+    state, scratch = small.last(), small.folder / "scratch"
+    target = folders.Root(f"memory://{small.folder.name}")
+    manifest = state.root.read(f"{state.path}/manifest.json")
+    folders.copy(state.root, target, state.path, state.manifest.files, manifest, scratch=scratch)
+    assert [*scratch.iterdir()] == []
+    states.verify(states.read(target, state.path, checksum=state.checksum))
+    target.remove("")
+
+
 @pytest.mark.spec("NUM-14")
 def test_old_states_get_a_tombstone_and_are_deleted_after_the_grace(small: Numbering) -> None:
     for last in range(1, 6):

@@ -56,7 +56,13 @@ def opened(engine: EngineName, *, job: str, megabytes_max: int, scratch: Path | 
 @contextlib.contextmanager
 def scratch_folder(name: str, above: Path | None = None) -> Iterator[Path]:
     """A folder that goes when the work is done."""
-    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=above))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=above))
+    except OSError as error:
+        where = above or tempfile.gettempdir()
+        raise BadInput(
+            f"nothing can be written to the scratch folder {where}: {error.strerror}", hint="numbering.scratch names it"
+        ) from None
     try:
         yield folder
     finally:

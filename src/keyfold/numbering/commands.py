@@ -149,18 +149,18 @@ def run_master(
     worker = mastering.Master(
         context, settings, type_name, cluster or next(iter(settings.clusters)), master or worker_name()
     )
-    offers = input_offers_table or own.offers
+    named = input_offers_table or own.offers
+    if not named and not settings.offers_topic:
+        raise BadInput("no offers are named", place="--input-offers-table", hint="Or set numbering.offers_topic")
     with ctx.obj.steps("number", None) as steps, engines.scratch_folder("keyfold-offers", _scratch(settings)) as folder:
-        if not offers:
-            if not settings.offers_topic:
-                raise BadInput(
-                    "no offers are named", place="--input-offers-table", hint="Or set numbering.offers_topic"
-                )
-            built = building.build_offers(context.store, str(folder / "offers"))
-            steps.step(f"{built.offers} offers of {settings.offers_topic}")
-            offers = built.path
+
+        def built() -> str:
+            table = building.build_offers(context.store, str(folder / "offers"))
+            steps.step(f"{table.offers} offers of {settings.offers_topic}")
+            return table.path
+
         published = worker.run(
-            offers,
+            named or built,
             input_shops_dat_file_path or own.shops,
             scheme=output_sharding_scheme,
             is_forced=rebuild_state_force,

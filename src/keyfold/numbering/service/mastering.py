@@ -63,7 +63,7 @@ class Master:
 
     def run(
         self,
-        offers: str,
+        offers: str | Callable[[], str],
         shops: str = "",
         *,
         scheme: int | None = None,
@@ -73,10 +73,13 @@ class Master:
         tell: Tell = lambda _: None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> Published:
-        """Get the lock, however long it takes, and publish one more state under its ticket."""
+        """Get the lock, however long it takes, and publish one more state under its ticket.
+
+        Offers that must be made are made when the lock is had: by then those of before may be long out of date.
+        """
         request = running.asked(
             self._settings,
-            offers=offers,
+            offers=offers if isinstance(offers, str) else "",
             shops=shops,
             target=self._own,
             type=self._type.number,
@@ -86,7 +89,7 @@ class Master:
         )
         deadline = time.monotonic() + wait_seconds_max
         while True:
-            published = self._once(request, tell)
+            published = self._once(request, offers, tell)
             if published is not None:
                 return published
             left = deadline - time.monotonic()
@@ -94,7 +97,7 @@ class Master:
                 raise LockTaken(f"another master holds the lock of {self._type_name}", hint="keyfold number history")
             sleep(min(self._settings.retry_seconds, left))
 
-    def _once(self, request: Request, tell: Tell) -> Published | None:
+    def _once(self, request: Request, offers: str | Callable[[], str], tell: Tell) -> Published | None:
         """One try. None where the lock is not to be had now."""
         with contextlib.ExitStack() as stack:
             try:
@@ -110,6 +113,8 @@ class Master:
                 return None
             tell(f"lock taken, ticket {hold.ticket}")
             try:
+                if not isinstance(offers, str):
+                    request = structs.replace(request, offers=offers())
                 return self._under_lock(hold, request, tell)
             except Exception as error:
                 metrics.RUNS.labels(self._type_name, "lock lost" if isinstance(error, LeaseLost) else "failed").inc()
