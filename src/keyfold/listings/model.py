@@ -189,7 +189,7 @@ def _other(there: Sequence[Draft], chosen: Draft) -> Draft | None:
 
 
 class Condition(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One thing that must hold of an offer's content. `field` is a path, `engine.power`; all that is given must hold."""
+    """One thing that must hold of an offer's content. `field` is a path, `engine.power`; all given must hold."""
 
     field: Annotated[str, Meta(min_length=1, max_length=200)]
     one_of: tuple[str | int | bool, ...] = ()
