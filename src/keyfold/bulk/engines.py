@@ -147,20 +147,21 @@ def duckdb_connection(megabytes_max: int, scratch: Path) -> Any:
 
 
 def spark_connection(job: str) -> Any:
-    """The Spark session of this process; SPARK_MASTER says where, this machine if it is not set."""
+    """The Spark session of this process, configured as Spark is: by SPARK_CONF_DIR, or SPARK_MASTER alone."""
     module = ibis()
     try:
         from pyspark.sql import SparkSession
     except ImportError:
         raise BadInput("the engine is spark, which is not installed", hint="pip install 'keyfold[spark]'") from None
-    session = (
+    builder = (
         SparkSession.builder.appName(f"keyfold {job}")
-        .master(os.environ.get("SPARK_MASTER", "local[*]"))
         .config("spark.sql.session.timeZone", "UTC")
         .config("spark.ui.enabled", "false")
-        .getOrCreate()
     )
-    return module.pyspark.connect(session)
+    # Without either the session computes on this machine.
+    if master := os.environ.get("SPARK_MASTER"):
+        builder = builder.master(master)
+    return module.pyspark.connect(builder.getOrCreate())
 
 
 def ibis() -> Any:
