@@ -10,8 +10,9 @@ import pytest
 
 from keyfold.bulk.engines import EngineName
 from keyfold.bulk.folders import Root
+from keyfold.core.errors import BadInput
 from keyfold.numbering.model import Key, Outcome, State
-from keyfold.numbering.service import running, states
+from keyfold.numbering.service import finding, running, states
 from keyfold.numbering.service.states import Stored
 from tests.numbering_runs import (
     SCHEMES,
@@ -81,6 +82,52 @@ def test_new_keys_take_places_in_the_order_of_their_bytes(
     state = running.run(asked(url, tmp_path / "state", scheme=SCHEMES[3], engine=engine))
     in_order = sorted(places(state), key=lambda key: places(state)[key].place)
     assert in_order == sorted(keys, key=lambda key: key.offer_id.encode())
+
+
+@pytest.mark.spec("NUM-09")
+@pytest.mark.xdist_group("spark")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [
+        ("duckdb", 'it\'s a "state" %20 é'),
+        ("duckdb", "[x]"),
+        ("duckdb", "?*"),
+        ("duckdb", "generation=77"),
+        ("spark", 'generation=77 it\'s a "state" %20 é [x]*?{a,b} $1'),
+        ("spark", "\\?"),
+    ],
+)
+def test_a_folder_may_have_any_name(
+    tmp_path: Path, engine: EngineName, name: str, request: pytest.FixtureRequest
+) -> None:
+    """Engines take some names for patterns, and some for columns; beside each lies what the pattern would find."""
+    if engine == "spark":
+        request.getfixturevalue("spark_session")
+    keys = [Key(1, text, 1, 1) for text in TEXTS]
+    decoy = tmp_path / "x" / "run1"
+    running.run(asked(write_offers(tmp_path / "x" / "offers.parquet", keys[:1]), decoy))
+    folder = tmp_path / name
+    first = running.run(asked(write_offers(folder / "offers.parquet", keys[:9]), folder / "run1", engine=engine))
+    second = running.run(asked(write_offers(folder / "more.parquet", keys), folder / "run2", first, engine=engine))
+    assert all(places(second)[key].place == held.place for key, held in places(first).items())
+    assert sorted(places(second)) == sorted(keys)
+    assert {held.generation for held in places(second).values()} == {0, 1}
+    if "\\" in name:
+        return
+    finding.build(second, 500)
+    with finding.Index(second) as index:
+        assert {key: found.place for key, found in index.by_keys(keys).items()} == {
+            key: held.place for key, held in places(second).items()
+        }
+
+
+@pytest.mark.spec("NUM-09")
+def test_duckdb_refuses_a_folder_that_it_would_take_for_another(tmp_path: Path) -> None:
+    offers = write_offers(tmp_path / "offers.parquet", [Key(1, "a", 1, 1)])
+    with pytest.raises(BadInput, match="backslash"):
+        running.run(asked(offers, tmp_path / "\\[x]" / "state"))
+    assert list((tmp_path / "\\[x]").iterdir()) == []
 
 
 @pytest.mark.spec("NUM-08", "NUM-09")

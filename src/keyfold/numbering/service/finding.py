@@ -88,28 +88,24 @@ def build(state: Stored, megabytes_max: int, scratch: Path | None = None) -> Non
 
 
 def _write(connection: Any, files: Sequence[str], folder: Path) -> None:
-    listed = ", ".join("'" + file.replace("'", "''") + "'" for file in files)
-    source = f"read_parquet([{listed}])" if files else f"(SELECT {_nothing()} WHERE false)"
+    listed = ", ".join(engines.quoted(engines.exactly(file)) for file in files)
+    source = f"read_parquet([{listed}], hive_partitioning = false)" if files else f"(SELECT {_nothing()} WHERE false)"
     options = f"(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {GROUP_ROWS})"
     text = "business_id || '/' || shop_id || '/' || warehouse_id || '/' || offer_id"
     columns = ", ".join(PLACES)
     connection.raw_sql(
         f"COPY (SELECT {columns} FROM {source} ORDER BY shard_id, doc_id)"  # noqa: S608
-        f" TO '{_quoted(folder / 'by_place.parquet')}' {options}"
+        f" TO {engines.quoted(str(folder / 'by_place.parquet'))} {options}"
     )
     connection.raw_sql(
         f"COPY (SELECT ('0x' || md5({text})[1:{HASH_DIGITS}])::BIGINT AS key_hash, shard_id, doc_id FROM {source}"  # noqa: S608
-        f" ORDER BY key_hash) TO '{_quoted(folder / 'by_key.parquet')}' {options}"
+        f" ORDER BY key_hash) TO {engines.quoted(str(folder / 'by_key.parquet'))} {options}"
     )
 
 
 def _nothing() -> str:
     kinds = {"int64": "BIGINT", "int32": "INTEGER", "string": "VARCHAR", "boolean": "BOOLEAN"}
     return ", ".join(f"NULL::{kinds[kind]} AS {name}" for name, kind in PLACES.items())
-
-
-def _quoted(path: Path) -> str:
-    return str(path).replace("'", "''")
 
 
 class Index:

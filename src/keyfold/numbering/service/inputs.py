@@ -39,13 +39,16 @@ def dataset(url: str, scratch: Path | None) -> Iterator[list[str]]:
 
 
 def _parquet(root: Root) -> list[str]:
-    """A folder is a dataset of all the Parquet files below it, but for those whose name is not meant to be read."""
+    """A folder is a dataset of all the Parquet files below it, but for those whose name is not meant to be read.
+
+    What is there under just this name is meant; else its * ? [ are a pattern.
+    """
     with root.failing():
         fs, path = root._fs, root.path
-        if any(mark in path for mark in "*?["):
-            return sorted(str(each) for each in fs.glob(path))
         if fs.isfile(path):
             return [path]
+        if not fs.exists(path) and any(mark in path for mark in "*?["):
+            return sorted(str(each) for each in fs.glob(path) if fs.isfile(each))
         found = (str(each) for each in fs.find(path)) if fs.exists(path) else ()
         below = len(path.rstrip("/")) + 1
         return sorted(
