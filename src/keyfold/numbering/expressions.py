@@ -166,7 +166,7 @@ def figures(places: "ir.Table", run: int) -> "ir.Table":
     """Of every shard: keys, maximum + 1, and keys of this run's input."""
     grouped = places.group_by("shard_id").aggregate(
         places=places.count(),
-        top=places.doc_id.max() + 1,
+        top=places.doc_id.max().cast("int64") + 1,
         input=(places.seen_run == run).cast("int64").sum(),
     )
     return with_types(grouped, FIGURES)
