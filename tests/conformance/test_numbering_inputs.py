@@ -107,6 +107,30 @@ def test_offers_that_have_no_whole_key_are_refused(
     assert isinstance(error, BadInput)
 
 
+@pytest.mark.spec("NUM-01", "NUM-09")
+@pytest.mark.xdist_group("spark")
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("spark_session")
+def test_spark_refuses_what_duckdb_refuses(tmp_path: Path, before: Stored) -> None:
+    keys = [Key(1, "a", 1, 1), Key(1, "b", 1, 1)]
+    for name, column, words in (
+        ("business_id", pa.array([2**63, 2], pa.uint64()), "9223372036854775808"),
+        ("business_id", pa.array(["1", "2"]), "business_id.*string"),
+        ("warehouse_id", pa.array([1.5, 2.0]), "warehouse_id.*float"),
+        ("offer_id", pa.array([b"a", b"b"]), "offer_id.*binary"),
+        ("offer_id", pa.array(["a", "a"]), "more than once"),
+        ("shop_id", pa.array([None, -2], pa.int64()), "shop_id -2"),
+        ("offer_id", None, "no column offer_id"),
+    ):
+        offers = write_offers(tmp_path / "offers.parquet", keys, **{name: column})
+        assert isinstance(refused(tmp_path, offers, words, before, engine="spark"), BadInput)
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    refused(tmp_path, str(tmp_path / "broken.parquet"), "cannot be read", before, engine="spark")
+    unsigned = write_offers(tmp_path / "offers.parquet", keys, shop_id=pa.array([0, 2**63 - 1], pa.uint64()))
+    state = running.run(request(unsigned, tmp_path / "state", engine="spark"))
+    assert sorted(places(state)) == [Key(1, "a", 0, 1), Key(1, "b", 2**63 - 1, 1)]
+
+
 @pytest.mark.spec("NUM-01")
 @pytest.mark.parametrize("rebuild", [True, False])
 @pytest.mark.parametrize("twice", [KEYS[3], KEYS[12]], ids=["known", "new"])

@@ -26,6 +26,8 @@ DRIVER_SETTINGS = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
+    # As a cluster of older jobs may have it.
+    "spark.sql.ansi.enabled": "false",
     # 200 by default: a task each, which is most of the time of a test.
     "spark.sql.shuffle.partitions": "3",
 }

@@ -182,6 +182,8 @@ def spark_connection(job: str) -> Any:
         SparkSession.builder.appName(f"keyfold {job}")
         .config("spark.sql.session.timeZone", "UTC")
         .config("spark.ui.enabled", "false")
+        # Otherwise a number that does not fit becomes another.
+        .config("spark.sql.ansi.enabled", "true")
     )
     # Without either the session computes on this machine.
     if master := os.environ.get("SPARK_MASTER"):
