@@ -304,6 +304,7 @@ def test_nothing_else_is_removed_with_a_folder_whose_name_could_be_a_pattern(clu
     for path in ("[a]", "*"):
         with pytest.raises(NotFound):
             states.read(cluster, path)
+        running.run(request(offers, cluster, path=path))
 
 
 @pytest.mark.spec("NUM-09", "NUM-15")

@@ -121,8 +121,8 @@ class Root:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(f"{target}/{MANIFEST}")
                 if any(mark in target for mark in "*?["):  # rm would take it for a pattern, and delete others too
-                    for each in self._fs.find(target):
-                        self._fs.rm_file(each)
+                    for each, found in reversed(self._fs.find(target, withdirs=True, detail=True).items()):
+                        (self._fs.rmdir if found["type"] == "directory" else self._fs.rm_file)(each)
                 else:
                     self._fs.rm(target, recursive=True)
 
