@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -23,7 +24,7 @@ class Engine(Protocol):
     """Where expressions are computed."""
 
     def read(self, files: Sequence[str]) -> "ir.Table":
-        """Parquet files, or patterns of them, as one table."""
+        """Parquet files of this machine as one table."""
         ...
 
     def keep(self, expression: "ir.Table") -> "ir.Table":
@@ -68,7 +69,8 @@ class DuckDB:
         self._connection = connection
 
     def read(self, files: Sequence[str]) -> "ir.Table":
-        return self._connection.read_parquet(list(files))
+        # A folder called generation=7 would otherwise be the column of this name.
+        return self._connection.read_parquet([exactly(file) for file in files], hive_partitioning=False)
 
     def keep(self, expression: "ir.Table") -> "ir.Table":
         name = f"kept_{uuid.uuid4().hex}"
@@ -76,13 +78,20 @@ class DuckDB:
 
     def write(self, expression: "ir.Table", folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        self._connection.to_parquet(
-            expression, folder, compression="zstd", row_group_size=ROW_GROUP_ROWS, per_thread_output=True
+        # Ibis' own to_parquet fails where there is a quote in the path.
+        self._connection._run_pre_execute_hooks(expression)
+        self._connection.raw_sql(
+            f"COPY ({self._connection.compile(expression)}) TO {quoted(str(folder))}"
+            f" (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {ROW_GROUP_ROWS}, PER_THREAD_OUTPUT true)"
         )
 
     def rows(self, expression: "ir.Table") -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self._connection.to_pyarrow(expression).to_pylist()
         return found
+
+
+_SPARK_PATTERN = re.compile(r"[\\*?\[\]{}]")
+_ESCAPED = r"\\\g<0>"
 
 
 class Spark:
@@ -91,7 +100,8 @@ class Spark:
 
     def read(self, files: Sequence[str]) -> "ir.Table":
         name = f"read_{uuid.uuid4().hex}"
-        self._connection._session.read.parquet(*files).createOrReplaceTempView(name)
+        urls = [f"file://{_SPARK_PATTERN.sub(_ESCAPED, file)}" for file in files]
+        self._connection._session.read.parquet(*urls).createOrReplaceTempView(name)
         return self._connection.table(name)
 
     def keep(self, expression: "ir.Table") -> "ir.Table":
@@ -104,7 +114,8 @@ class Spark:
     def write(self, expression: "ir.Table", folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         written = self._connection._session.sql(self._compiled(expression)).write
-        written.option("compression", "zstd").parquet(folder.as_uri())
+        # Not as_uri: Spark would take its %20 for what the folder is called.
+        written.option("compression", "zstd").parquet(f"file://{folder.absolute()}")
 
     def rows(self, expression: "ir.Table") -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self._connection.to_pyarrow(expression).to_pylist()
@@ -113,6 +124,20 @@ class Spark:
     def _compiled(self, expression: "ir.Table") -> str:
         self._connection._run_pre_execute_hooks(expression)
         return str(self._connection.compile(expression))
+
+
+def exactly(file: str) -> str:
+    """The pattern by which DuckDB reads this file and no other."""
+    pattern = re.sub(r"[*?\[]", r"[\g<0>]", file)
+    if pattern != file and "\\" in file:
+        # In a pattern a backslash parts folders, and nothing escapes it.
+        raise BadInput(f"DuckDB cannot read {file!r}: it has a backslash, and one of * ? [")
+    return pattern
+
+
+def quoted(text: str) -> str:
+    """Text as SQL of DuckDB."""
+    return "'" + text.replace("'", "''") + "'"
 
 
 def table_of(rows: "pa.Table") -> "ir.Table":
@@ -140,27 +165,30 @@ def duckdb_connection(megabytes_max: int, scratch: Path) -> Any:
         ("memory_limit", f"{megabytes_max}MB"),
         ("temp_directory", str(scratch)),
     ):
-        connection.raw_sql(f"SET {name} = '{value}'")
+        connection.raw_sql(f"SET {name} = {quoted(value)}")
     # The order of rows is nobody's business, and keeping it costs memory.
     connection.raw_sql("SET preserve_insertion_order = false")
     return connection
 
 
 def spark_connection(job: str) -> Any:
-    """The Spark session of this process; SPARK_MASTER says where, this machine if it is not set."""
+    """The Spark session of this process, configured as Spark is: by SPARK_CONF_DIR, or SPARK_MASTER alone."""
     module = ibis()
     try:
         from pyspark.sql import SparkSession
     except ImportError:
         raise BadInput("the engine is spark, which is not installed", hint="pip install 'keyfold[spark]'") from None
-    session = (
+    builder = (
         SparkSession.builder.appName(f"keyfold {job}")
-        .master(os.environ.get("SPARK_MASTER", "local[*]"))
         .config("spark.sql.session.timeZone", "UTC")
         .config("spark.ui.enabled", "false")
-        .getOrCreate()
+        # Otherwise a number that does not fit becomes another.
+        .config("spark.sql.ansi.enabled", "true")
     )
-    return module.pyspark.connect(session)
+    # Without either the session computes on this machine.
+    if master := os.environ.get("SPARK_MASTER"):
+        builder = builder.master(master)
+    return module.pyspark.connect(builder.getOrCreate())
 
 
 def ibis() -> Any:
