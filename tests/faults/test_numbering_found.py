@@ -8,6 +8,7 @@ from keyfold.bulk import folders
 from keyfold.bulk.folders import Draft, Root
 from keyfold.core import files
 from keyfold.numbering.service import mastering
+from tests.faults.numbering_masters import keys_of, numbering_at
 from tests.faults.numbering_scenario import TYPE, Numbering
 
 
@@ -35,3 +36,30 @@ def test_the_folders_above_a_first_state_are_brought_onto_the_disk_with_it(
         monkeypatch.setattr(module, "sync", watch)
     Draft(Root(str(tmp_path / "data" / "x")), "main/1-a", None).publish(b"{}")
     assert {tmp_path, tmp_path / "data", tmp_path / "data/x", tmp_path / "data/x/main"} <= set(synced)
+
+
+@pytest.mark.spec("NUM-14", "NUM-15")
+def test_pruning_leaves_the_state_that_the_pointer_has_returned_to(fast_path: Path) -> None:
+    """It had a tombstone from before: its files were deleted under the pointer, and the pruning failed after that."""
+    with numbering_at(_url(fast_path), fast_path, states_kept=1, grace_hours=1, is_indexed=False) as numbering:
+        for number in range(2):
+            numbering.run("x", keys_of(number))
+        assert numbering.record()["states"][0]["dropped_at_us"]
+        _give_up(numbering)
+    with numbering_at(_url(fast_path), fast_path, states_kept=1, grace_hours=0, is_indexed=False) as numbering:
+        assert not numbering.prune().failures
+        assert not numbering.broken()
+        numbering.run("x", keys_of(2))
+        assert not numbering.broken()
+
+
+@pytest.mark.spec("NUM-14")
+def test_what_comes_back_of_a_deleted_state_is_deleted_again(fast_path: Path) -> None:
+    """After a loss of power a folder was there again that the record had as deleted, and it stayed for good."""
+    with numbering_at(_url(fast_path), fast_path, states_kept=1, is_indexed=False) as numbering:
+        first = numbering.run("x", keys_of(0))
+        numbering.run("x", keys_of(1))
+        assert numbering.record()["states"][0]["is_deleted"]
+        (fast_path / "y" / first.path / "places").mkdir(parents=True)
+        assert numbering.prune().leftovers == 1
+        assert not numbering.book.leftovers(numbering.record())
