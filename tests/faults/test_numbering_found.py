@@ -1,15 +1,17 @@
 """Bugs of numbering that the fault tests have found."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from keyfold.bulk import folders
-from keyfold.bulk.folders import Draft, Root
+from keyfold.bulk.folders import Draft, FolderUnreachable, Root
 from keyfold.core import files
 from keyfold.numbering.service import mastering
-from tests.faults.numbering_masters import keys_of, numbering_at
-from tests.faults.numbering_scenario import TYPE, Numbering
+from keyfold.numbering.service.mastering import StateLost
+from tests.faults.numbering_masters import keys_of, numbering_at, spoil
+from tests.faults.numbering_scenario import GIVEN, TYPE, Numbering
 
 
 def _url(directory: Path) -> str:
@@ -63,3 +65,39 @@ def test_what_comes_back_of_a_deleted_state_is_deleted_again(fast_path: Path) ->
         (fast_path / "y" / first.path / "places").mkdir(parents=True)
         assert numbering.prune().leftovers == 1
         assert not numbering.book.leftovers(numbering.record())
+
+
+@pytest.mark.spec("NUM-15")
+def test_a_broken_copy_is_deleted_only_once_another_was_found_whole(fast_path: Path) -> None:
+    """Ours was deleted first; where the other cluster could not be read either, nothing was left to save."""
+    with numbering_at(_url(fast_path), fast_path, is_indexed=False) as numbering:
+        last = numbering.run("x", GIVEN[0])
+        spoil(fast_path / "x" / last.path, "new_docs", "truncated")
+        (fast_path / "y").rename(fast_path / "away")
+        with pytest.raises(StateLost):
+            numbering.run("x", GIVEN[1])
+        assert (fast_path / "x" / last.path / "manifest.json").exists()
+        (fast_path / "away").rename(fast_path / "y")
+        numbering.run("x", GIVEN[1])
+        assert not numbering.tidied()
+
+
+@pytest.mark.spec("NUM-15")
+def test_a_copy_that_cannot_be_read_for_now_is_not_deleted(fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster that was too slow to be read lost its copy, although nothing was wrong with it."""
+    with numbering_at(_url(fast_path), fast_path, is_indexed=False) as numbering:
+        last = numbering.run("x", GIVEN[0])
+        within = folders.within
+
+        def too_slow(seconds: float, work: Any, what: str) -> Any:
+            if what.startswith("reading"):
+                raise FolderUnreachable(f"{what} took longer than {seconds:g} seconds")
+            return within(seconds, work, what)
+
+        removed: list[str] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(folders, "within", too_slow)
+            patched.setattr(Root, "remove", lambda _, path: removed.append(path))
+            numbering.run("x", GIVEN[1])
+        assert last.path not in removed
+        assert not numbering.broken()

@@ -12,7 +12,7 @@ import structlog
 from msgspec import structs
 
 from keyfold.bulk import folders
-from keyfold.bulk.folders import MANIFEST, FolderUnreachable, Root
+from keyfold.bulk.folders import MANIFEST, FolderBroken, FolderUnreachable, Root
 from keyfold.core import audit
 from keyfold.core.clock import SystemClock
 from keyfold.core.context import Context
@@ -173,21 +173,26 @@ class Master:
     def _brought(self, hold: Hold, last: Published, tell: Tell) -> Stored:
         """The last state on our own cluster, copied from wherever it can be read."""
         failures: list[str] = []
+        is_broken = False
         try:
             state = states.read(self._own, last.path, checksum=last.checksum)
             self._bounded(partial(_verified, state), f"reading {state.where}")
             return state
-        except (NotFound, Unavailable) as error:
-            if not isinstance(error, NotFound):
-                failures.append(str(error))
-                self._drop_broken(last)
+        except NotFound:
+            pass
+        except Unavailable as error:
+            failures.append(str(error))
+            is_broken = isinstance(error, FolderBroken)
         for cluster in last.clusters:
             if cluster == self._cluster or cluster not in self._settings.clusters:
                 continue
             hold.must_be_held()
             try:
-                source = root_of(self._settings, cluster)
-                found = states.read(source, last.path, checksum=last.checksum)
+                found = states.read(root_of(self._settings, cluster), last.path, checksum=last.checksum)
+                if is_broken:
+                    self._bounded(partial(_verified, found), f"reading {found.where}")
+                    self._own.remove(last.path)  # only now: until here it might have been all that there is
+                    is_broken = False
                 self._copied(found, self._own, tell, f"state copied from {cluster}")
                 return states.read(self._own, last.path, checksum=last.checksum)
             except (NotFound, Unavailable) as error:
@@ -196,14 +201,6 @@ class Master:
             f"{last.version}, the last state of {self._type_name}, can be read from no cluster: {'; '.join(failures)}",
             hint=f"Bring it back, or give it up: keyfold number invalidate --type {self._type_name}",
         )
-
-    def _drop_broken(self, last: Published) -> None:
-        """Our own copy cannot be read: it must not stand in the way of another."""
-        if last.clusters != [self._cluster]:
-            try:
-                self._own.remove(last.path)
-            except Unavailable as error:
-                log.warning("a broken copy stays", path=last.path, error=str(error))
 
     def _given(self, hold: Hold, state: Stored, tell: Tell) -> list[str]:
         """Copy a state to other clusters until enough hold it."""
