@@ -1,17 +1,22 @@
 """Bugs of numbering that the fault tests have found."""
 
+import os
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from keyfold.bulk import folders
 from keyfold.bulk.folders import Draft, FolderUnreachable, Root
 from keyfold.core import files
-from keyfold.numbering.service import mastering
+from keyfold.numbering.service import finding, mastering
 from keyfold.numbering.service.mastering import StateLost
+from tests.faults.numbering_ledger import KEY, current_of
 from tests.faults.numbering_masters import keys_of, numbering_at, spoil
 from tests.faults.numbering_scenario import GIVEN, TYPE, Numbering
+from tests.faults.smalldisk import Ballast
 
 
 def _url(directory: Path) -> str:
@@ -100,4 +105,43 @@ def test_a_copy_that_cannot_be_read_for_now_is_not_deleted(fast_path: Path, monk
             patched.setattr(Root, "remove", lambda _, path: removed.append(path))
             numbering.run("x", GIVEN[1])
         assert last.path not in removed
+        assert not numbering.broken()
+
+
+@pytest.mark.spec("NUM-09")
+def test_a_disk_that_fails_between_two_files_ends_a_run_by_our_own_word(
+    fast_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was the bare error of the system, and where DuckDB met it, the input was blamed."""
+    with numbering_at(_url(fast_path), fast_path, is_indexed=False) as numbering:
+
+        def fail(*_: object) -> None:
+            raise OSError(5, os.strerror(5))
+
+        pq.write_table(pa.table(dict(zip(KEY, zip(*GIVEN[0], strict=True), strict=True))), fast_path / "offers.parquet")
+        monkeypatch.setattr(Path, "rename", fail)
+        with pytest.raises(FolderUnreachable, match=os.strerror(5)):
+            numbering.master("x").run(str(fast_path / "offers.parquet"))
+        monkeypatch.undo()
+        assert not numbering.book.leftovers(numbering.record())
+
+
+@pytest.mark.spec("NUM-09", "NUM-13")
+def test_a_state_was_published_though_there_is_no_room_for_its_index(
+    small_disk: Path, fast_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DuckDB's own error came out of a run that had published."""
+    (fast_path / "x").symlink_to(small_disk, target_is_directory=True)
+    write = finding._write
+
+    def fill_first(*given: Any) -> None:
+        Ballast(small_disk).leave(0)
+        write(*given)
+
+    with numbering_at(_url(fast_path), fast_path) as numbering:
+        monkeypatch.setattr(finding, "_write", fill_first)
+        published = numbering.run("x", GIVEN[0])
+        current = current_of(numbering.record())
+        assert current
+        assert current["checksum"] == published.checksum
         assert not numbering.broken()
