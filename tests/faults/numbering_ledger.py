@@ -78,6 +78,7 @@ class Book:
     """What the record has said so far, and what must follow from it."""
 
     def __init__(self, clusters: Mapping[str, Path], type_name: str, *, copies: int, ratio: float = 1.5) -> None:
+        self.broken: list[str] = []  # what was seen and cannot be
         self.inputs: set[frozenset[Key]] = set()  # what runs were given; empty: anything
         self.spoilt: set[tuple[str, str]] = set()  # cluster and path, on purpose
         self.contents: dict[str, Contents] = {}  # by checksum, also of states that are gone
@@ -92,7 +93,7 @@ class Book:
 
     def compare(self, record: Json) -> list[str]:
         """The laws that this record, and what it names, breaks."""
-        broken = self._follows(record) + _tickets(record)
+        broken = self.broken + self._follows(record) + _tickets(record)
         current = current_of(record)
         for state in record.get("states", ()):
             whole = [] if state.get("is_deleted") else self._whole(state)

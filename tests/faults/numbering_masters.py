@@ -24,11 +24,14 @@ from keyfold.core.store import migrate
 from keyfold.numbering.model import Published
 from keyfold.numbering.service import mastering
 from keyfold.numbering.service.mastering import StateLost
+from tests.faults.lostcommit import ONE_TRY
 from tests.faults.numbering_ledger import Json, Key, current_of
 from tests.faults.numbering_scenario import CLUSTERS, GIVEN, LEASE_SECONDS, TYPE, Numbering, key, opened, settings
 from tests.faults.nursery import ROOT
-from tests.faults.part_writers import at_once
+from tests.faults.part_writers import CUTS, at_once
+from tests.faults.pgproxy import CommitProxy, Cut
 from tests.faults.proxy import Proxy
+from tests.servers.postgres import PostgresServer
 
 PAUSED_LEASE_SECONDS = 1
 SESSION_SECONDS = 2
@@ -89,6 +92,15 @@ def run_at_once(url: str, folder: Path, runs: int, **more: Any) -> tuple[list[st
         return broken + first.tidied(), sum("holds the lock" in words for words in waits)
 
 
+def run_one_after_another(numbering: Numbering, runs: int) -> list[str]:
+    """So many runs by the engine: the laws broken."""
+    for number in range(runs):
+        numbering.run(CLUSTERS[number % len(CLUSTERS)], keys_of(number), is_forced=number % 5 == 4)
+        if broken := numbering.broken():
+            return broken
+    return numbering.tidied()
+
+
 # Insisting ------------------------------------------------------------------------------------------------------------
 
 
@@ -111,10 +123,11 @@ class Insisting:
                 self._wait()
                 self.untold += not isinstance(error, Conflict) and self._insist(self._run_published) != before
         now = self._insist(self._run_published)
-        assert now == before + 1, f"one run was asked for, and {now - before} were published"
+        if now != before + 1:
+            self.numbering.book.broken.append(f"X2: one run was asked for, and {now - before} were published")
 
     def broken(self) -> list[str]:
-        return self._insist(self.numbering.broken)
+        return list(self._insist(self.numbering.broken))
 
     def _run_published(self) -> int:
         current = current_of(self.numbering.record())
@@ -130,6 +143,27 @@ class Insisting:
     def _wait(self) -> None:
         self.clock.advance(2 * LEASE_SECONDS)  # a lease whose COMMIT was lost lies idle until it has passed
         time.sleep(BETWEEN_TRIES_SECONDS)
+
+
+def through_lost_commits(
+    server: PostgresServer, url: str, folder: Path, chance: random.Random, lost: int
+) -> tuple[list[str], CommitProxy]:
+    """Runs whose COMMITs get lost, until so many were: the laws broken. Every lost answer reaches the master."""
+    clock = ManualClock()
+    with (
+        CommitProxy(server.port, lambda: Cut.NONE) as proxy,
+        numbering_at(proxy.url_of(url), folder, clock=clock, is_indexed=False) as numbering,
+    ):
+        numbering.store.limits = ONE_TRY
+        insisting, number, broken = Insisting(numbering, clock), 0, list[str]()
+        while not broken and min(proxy.cuts[Cut.AFTER] + proxy.cuts[Cut.DURING], proxy.cuts[Cut.BEFORE]) < lost:
+            proxy.plan = lambda: chance.choice(CUTS)
+            insisting.run(number)
+            proxy.plan = lambda: Cut.NONE
+            broken += insisting.broken()
+            number += 1
+        clock.advance(10 * LEASE_SECONDS)
+        return broken or numbering.tidied(), proxy
 
 
 # Paused ---------------------------------------------------------------------------------------------------------------
