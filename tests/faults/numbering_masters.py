@@ -33,8 +33,9 @@ from tests.faults.pgproxy import CommitProxy, Cut
 from tests.faults.proxy import Proxy
 from tests.servers.postgres import PostgresServer
 
-PAUSED_LEASE_SECONDS = 1
-SESSION_SECONDS = 2
+# Of the one who is to lose it, and of the other, who must not where the machine is busy.
+LOST_LEASE_SECONDS = 3
+KEPT_LEASE_SECONDS = 30
 BETWEEN_TRIES_SECONDS = 0.02
 PATIENCE_SECONDS = 60
 # Where a master stops: before the last state is brought near, in its run, before its state is copied, and published.
@@ -171,7 +172,7 @@ def through_lost_commits(
 
 def overtaken(url: str, folder: Path, moment: str, *, hosts: str = "", plant: str = "") -> tuple[str, list[str]]:
     """Let a master stop at a moment until another has published: what it says then, and the laws broken."""
-    with numbering_at(url, folder, **_paused_options(hosts)) as numbering:
+    with numbering_at(url, folder, **_options(hosts, KEPT_LEASE_SECONDS)) as numbering:
         numbering.run("x", keys_of(0))
         command = [sys.executable, "-m", "tests.faults.numbering_masters", url, str(folder), moment, hosts, plant]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as paused:
@@ -194,10 +195,10 @@ def _states(record: Json) -> list[str]:
     return [state["checksum"] for state in record["states"]]
 
 
-def _paused_options(hosts: str) -> dict[str, Any]:
+def _options(hosts: str, lease_seconds: int) -> dict[str, Any]:
     if not hosts:
-        return {"lease_seconds": PAUSED_LEASE_SECONDS}
-    return {"lease_seconds": SESSION_SECONDS, "leases.kind": "zookeeper", "leases.zookeeper": hosts}
+        return {"lease_seconds": lease_seconds}
+    return {"lease_seconds": lease_seconds, "leases.kind": "zookeeper", "leases.zookeeper": hosts}
 
 
 def _be_paused(url: str, folder: Path, moment: str, hosts: str, plant: str) -> None:
@@ -213,7 +214,7 @@ def _be_paused(url: str, folder: Path, moment: str, hosts: str, plant: str) -> N
             print("stopping", flush=True)
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    with opened(url, None, folder, **_paused_options(hosts)) as numbering:
+    with opened(url, None, folder, **_options(hosts, LOST_LEASE_SECONDS)) as numbering:
         try:
             numbering.run("y", keys_of(1), "paused", tell=stop)
             print("published")
@@ -228,9 +229,9 @@ def cut_off(url: str, folder: Path, port: int, *, for_good: bool) -> tuple[str, 
     """A master loses ZooKeeper when its state is written; another goes on: what the first says, and the laws broken."""
     said: list[str] = []
     is_cut_off, may_go_on = threading.Event(), threading.Event()
-    options = _paused_options(f"127.0.0.1:{port}")
     with Proxy() as proxy:
-        far = {**options, "leases.zookeeper": f"127.0.0.1:{proxy.start(port).port}"}
+        options = _options(f"127.0.0.1:{port}", KEPT_LEASE_SECONDS)
+        far = _options(f"127.0.0.1:{proxy.start(port).port}", LOST_LEASE_SECONDS)
         with numbering_at(url, folder, **options) as near, opened(url, None, folder, **far) as cut:
             near.run("x", keys_of(0))
 

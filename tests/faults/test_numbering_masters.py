@@ -1,5 +1,6 @@
 """Whatever happens to masters, tickets only grow, and the pointer names a whole state that follows from the last."""
 
+import itertools
 import random
 import threading
 import time
@@ -46,7 +47,10 @@ REFUSED = {"lease-lost", "ticket-refused"}
 UNREACHED = REFUSED | {"leases-unreachable", "commit-unknown"}  # just woken up, it may not have found its way back
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
+STORES = ("sqlite", "postgres")
+
+
+@pytest.fixture(params=STORES)
 def store_url(request: pytest.FixtureRequest, fast_path: Path) -> str:
     if request.param == "postgres":
         return str(request.getfixturevalue("postgres_url"))
@@ -72,13 +76,15 @@ def test_masters_at_once_publish_one_state_after_the_other(store_url: str, fast_
     hit("numbering", waits)
 
 
-def _moments() -> tuple[str, ...]:
-    """In `make test` two of them, today's and the last, which the fence alone refuses."""
-    return MOMENTS if LONG else (MOMENTS[rotation() % (len(MOMENTS) - 1)], MOMENTS[-1])
+def _pauses() -> list[tuple[str, str]]:
+    """In `make test` today's moment on one store, and on the other the last, which the fence alone refuses."""
+    if LONG:
+        return list(itertools.product(STORES, MOMENTS))
+    return [*zip(STORES, (MOMENTS[rotation() % (len(MOMENTS) - 1)], MOMENTS[-1]), strict=True)]
 
 
 @pytest.mark.fault("holder paused past its lease", "numbering")
-@pytest.mark.parametrize("moment", _moments())
+@pytest.mark.parametrize(("store_url", "moment"), _pauses(), indirect=["store_url"])
 def test_a_master_paused_past_its_lease_publishes_nothing_when_it_wakes(
     moment: str, store_url: str, fast_path: Path, hit: Hit
 ) -> None:
@@ -88,7 +94,7 @@ def test_a_master_paused_past_its_lease_publishes_nothing_when_it_wakes(
 
 @pytest.mark.xdist_group("zookeeper")
 @pytest.mark.fault("holder paused past its lease", "numbering")
-@pytest.mark.parametrize("moment", _moments())
+@pytest.mark.parametrize("moment", MOMENTS if LONG else MOMENTS[-1:])
 def test_a_master_paused_past_its_session_publishes_nothing_when_it_wakes(
     moment: str, zookeeper_server: ZooKeeperServer, fast_path: Path, hit: Hit
 ) -> None:
