@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from keyfold.core.errors import BadInput
+from keyfold.bulk.folders import FolderUnreachable
+from keyfold.core.errors import BadInput, KeyfoldError
 
 if TYPE_CHECKING:
     import ibis.expr.types as ir
@@ -52,6 +53,27 @@ def opened(engine: EngineName, *, job: str, megabytes_max: int, scratch: Path | 
             yield DuckDB(connection)
         finally:
             connection.disconnect()
+
+
+@contextlib.contextmanager
+def failing(engine: EngineName) -> Iterator[None]:
+    """The failures of an engine, and of the disk under it, in our words."""
+    try:
+        yield
+    except (KeyfoldError, MemoryError):
+        raise
+    except OSError as error:
+        raise FolderUnreachable(f"{error.filename or engine}: {error.strerror or error}") from error
+    except Exception as error:
+        if type(error).__name__ == "IOException":  # DuckDB's word for a disk that is full, or fails
+            raise FolderUnreachable(f"{engine}: {first_line(error)}") from error
+        if type(error).__module__.partition(".")[0] in ("_duckdb", "duckdb", "pyspark", "py4j", "pyarrow", "ibis"):
+            raise BadInput(f"{engine} failed: {first_line(error)}") from error
+        raise
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:300]
 
 
 @contextlib.contextmanager

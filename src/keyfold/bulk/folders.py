@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from keyfold.core.errors import BadInput, Conflict, NotFound, Unavailable
-from keyfold.core.files import sync
+from keyfold.core.files import make_folder, sync
 
 MANIFEST = "manifest.json"
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -160,7 +160,7 @@ class Draft:
         with target.failing():
             if target.is_local:
                 final = target.local(path)
-                final.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(final.parent)
                 self.folder = final.parent / name
             else:
                 above = scratch or Path(os.environ.get("TMPDIR", "/tmp"))  # noqa: S108
@@ -193,6 +193,7 @@ class Draft:
                         raise Conflict(f"{self._target.shown(self._path)} was made by somebody else") from error
                     raise
                 sync(final.parent)
+                sync(self._target.local())  # who made the folder in between may have died before it did
                 return
             files = sorted(path for path in self.folder.rglob("*") if path.is_file() and path != written)
             self._upload([*files, *([written] if manifest is not None else [])])  # the manifest last

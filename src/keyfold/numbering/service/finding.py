@@ -73,6 +73,7 @@ def build(state: Stored, megabytes_max: int, scratch: Path | None = None) -> Non
     draft = Draft(root, path, scratch)
     try:
         with (
+            engines.failing("duckdb"),
             states.at_hand(state, ("places",), scratch) as files,
             engines.scratch_folder("keyfold-index", scratch) as spill,
         ):

@@ -64,7 +64,7 @@ def offers(engine: Engine, files: Sequence[str], scheme: Scheme, shops: "ir.Tabl
     try:
         table = engine.read(files)
     except Exception as error:  # each engine has its own
-        raise BadInput(f"the offers cannot be read: {first_line(error)}", place="offers") from None
+        raise BadInput(f"the offers cannot be read: {engines.first_line(error)}", place="offers") from None
     if lacking := [name for name in KEY if name not in table.columns]:
         raise BadInput(
             f"the offers have no column {', '.join(lacking)}",
@@ -160,7 +160,3 @@ def must_be_unique(engine: Engine, keys: "ir.Table") -> None:
 
 def examples(rows: Sequence[dict[str, Any]]) -> str:
     return "; ".join(", ".join(f"{name} {value!r}" for name, value in row.items()) for row in rows)
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:300]
