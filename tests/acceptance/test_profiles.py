@@ -154,6 +154,8 @@ def test_the_time_of_a_merged_read_does_not_tell_what_is_looked_at(served: Serve
         ({"profiles": [{"ids": []}]}, 400, "length >= 1"),
         ({"profiles": [{"ids": [{"type": "user", "id": 2**64}]}]}, 400, "64 bits"),
         ({"profiles": [{"ids": [{"type": "user", "id": 1.5}]}]}, 400, "id"),
+        ({"profiles": [{"ids": [{"type": "user", "id": "\U0001f4be" * 101}]}]}, 400, "400 bytes"),
+        ({"profiles": [{"ids": [{"type": "user", "id": "a\0"}]}]}, 400, "NUL"),
         ({"profiles": [{"ids": [{"type": "nothing", "id": 1}]}]}, 404, "nothing"),
         ({"profiles": [{"ids": [{"type": "user", "id": 1}]}], "counters": [999]}, 404, "there is no counter 999"),
         ({"profiles": [{"ids": [{"type": "user", "id": 1}]}], "counters": ["CI_X"]}, 404, "there is no counter CI_X"),

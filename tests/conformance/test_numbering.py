@@ -364,10 +364,7 @@ def test_no_act_makes_a_new_coordinator_forget_that_it_knows_nothing(
         product.run(1, 2)
         there = product.names("arnold"), product.names("hahn")
     with opened(f"sqlite:///{tmp_path / 'two.db'}", tmp_path) as product:
-        # As ZooKeeper's, its tickets are greater than all that the store ever gave.
-        product.context.store.transact(
-            lambda tx: tx.driver("INSERT INTO leases VALUES ('numbering/main', 'somebody', 1000000, 0)")
-        )
+        give_great_tickets(product)
         if after == "a pruning":
             with pytest.raises(Conflict, match="another coordinator"):
                 mastering.prune(product.context, product.settings, "main", "tester")
@@ -385,15 +382,24 @@ def test_no_act_makes_a_new_coordinator_forget_that_it_knows_nothing(
         assert (product.names("arnold"), product.names("hahn")) == there
 
 
+def give_great_tickets(product: Numbering) -> None:
+    """As ZooKeeper's are, beside the store's."""
+    product.context.store.transact(
+        lambda tx: tx.driver("INSERT INTO leases VALUES ('numbering/main', 'somebody', 1000000, 0)")
+    )
+
+
 @pytest.mark.spec("NUM-14")
-def test_states_beside_an_adopted_one_are_deleted_after_the_grace_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("greater", ["one", "two"])
+def test_states_beside_an_adopted_one_are_deleted_after_the_grace_only(tmp_path: Path, greater: str) -> None:
     with opened(f"sqlite:///{tmp_path / 'one.db'}", tmp_path) as product:
+        if greater == "one":
+            give_great_tickets(product)
         older = product.run(1, 2)
         product.run(1, 2, 3)
     with opened(f"sqlite:///{tmp_path / 'two.db'}", tmp_path) as product:
-        product.context.store.transact(
-            lambda tx: tx.driver("INSERT INTO leases VALUES ('numbering/main', 'somebody', 1000000, 0)")
-        )
+        if greater == "two":
+            give_great_tickets(product)
         mastering.adopt(product.context, product.settings, "main", "tester")
         product.run(1, 2, 3, 4)
         assert (product.folder / "hahn" / older.path / "manifest.json").exists()

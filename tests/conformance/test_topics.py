@@ -18,7 +18,7 @@ from keyfold.core.relay import Relay
 from keyfold.core.store import Transaction, shapes
 from keyfold.core.tables import MESSAGES, PARKED_KEYS, PROGRESS
 from keyfold.core.topics import embedded
-from keyfold.core.topics.topic import Record, TopicSpec, partition_of
+from keyfold.core.topics.topic import Payloads, Record, TopicSpec, partition_of, payloads_of
 from keyfold.tally.tables import TALLIES
 from tests.product import consume_all, consumer_worker, message, opened, put, read_all, relay_all
 
@@ -255,8 +255,9 @@ def test_published_messages_are_kept_for_the_window_and_no_longer(tmp_path: Path
         put(context, "t", [message("pending", 1)])
         Janitor(context).purge()
         assert [record.message.key for record in source.fetch(0, 1, 10, 0)] == ["new"]
-        with pytest.raises(OffsetGone, match="the first one kept is 1"):
-            source.fetch(0, 0, 10, 0)
+        for each in (source, context.topics.source("t", payload_only=True)):
+            with pytest.raises(OffsetGone, match="the first one kept is 1"):
+                each.fetch(0, 0, 10, 0)
         relay_all(trial.relay)
         assert [record.position for record in source.fetch(0, 1, 10, 0)] == [1, 2]
 
@@ -346,6 +347,31 @@ def test_a_consumer_of_payloads_sets_aside_whole_messages(trial: Trial) -> None:
         ("b", 2, b"refused"),
         ("b", 3, b"failing"),
     ]
+
+
+def test_payloads_are_the_records_of_their_positions_however_they_are_cut() -> None:
+    payloads = Payloads(2, 40, [b"a", b"b", b"c"])
+    assert [(each.partition, each.position, each.message.payload) for each in payloads[1:]] == [
+        (2, 41, b"b"),
+        (2, 42, b"c"),
+    ]
+    assert payloads[-1] == payloads[1:][1] == list(payloads)[2]
+    assert payloads_of(payloads[:2]) == payloads_of(list(payloads)[:2]) == [b"a", b"b"]
+    with pytest.raises(ValueError, match="follow one another"):
+        payloads[::2]
+
+
+@pytest.mark.parametrize("payload_only", [True, False])
+def test_a_fetch_ends_before_a_position_that_cannot_be_seen(trial: Trial, payload_only: bool) -> None:
+    """On a cluster the messages that were numbered together may be seen one after another."""
+    if not trial.context.topics.embedded:
+        pytest.skip("positions of the store")
+    trial.publish(*(message("a", number, b"%d" % number) for number in range(1, 6)))
+    source = trial.context.topics.source(trial.topic, payload_only=payload_only)
+    partition = partition_of("a", 3)
+    unseen = sa.delete(MESSAGES).where(MESSAGES.c.topic == trial.topic, MESSAGES.c.position == 3)
+    trial.context.store.transact(lambda tx: tx.execute(unseen))
+    assert payloads_of(source.fetch(partition, 0, 10, 0)) == [b"1", b"2", b"3"]
 
 
 def test_a_fetch_reads_page_by_page_and_ends_after_so_many_bytes(

@@ -16,7 +16,7 @@ import msgspec
 from tests.faults.scenario import Ack
 
 SECTOR_BYTES = 512
-RECORDED = "openat,pwrite64,pwritev,write,fsync,fdatasync,ftruncate,fallocate,unlink,unlinkat,rename,mkdir,rmdir"
+RECORDED = "openat,pwrite64,pwritev,write,fsync,fdatasync,ftruncate,fallocate,unlink,unlinkat,rename,link,mkdir,rmdir"
 # How much of what was not synced survives: power fails early, late, or anywhere between.
 SURVIVAL = (0.0, 0.1, 0.5, 0.5, 0.9, 1.0)
 
@@ -35,7 +35,7 @@ class Truncate(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One recorded act: make, make directory, rename, unlink, write, truncate, sync, sync directory, or acknowledge."""
+    """One recorded act: make (directory), rename, link, unlink, write, truncate, sync (directory), or acknowledge."""
 
     act: str
     name: str = ""  # below the directory that is looked at
@@ -77,9 +77,9 @@ def _act(call: str, name: str, text: str | None, rest: str, directory: Path) -> 
             yield Operation("make", name)
     elif call == "mkdir":
         yield Operation("make directory", name)
-    elif call == "rename":
+    elif call in {"rename", "link"}:
         to = Path(_bytes(rest.strip(', "')).decode())
-        yield Operation("rename", name, str(to.relative_to(directory)))
+        yield Operation(call, name, str(to.relative_to(directory)))
     elif call in {"fsync", "fdatasync"}:
         yield Operation("sync", name)
     elif call in {"unlink", "unlinkat", "rmdir"}:
@@ -168,8 +168,14 @@ class Disk:
             directory.change({name: None})
         elif act == "rename":
             other, new = self._place(to)
-            assert other is directory, "the model of the disk only renames within a directory"
-            directory.change({name: None, new: directory.live[name]})
+            if other is directory:
+                directory.change({name: None, new: directory.live[name]})
+            else:  # each directory is synced by itself: a crash may leave both names, or none
+                other.change({new: directory.live[name]})
+                directory.change({name: None})
+        elif act == "link":
+            other, new = self._place(to)
+            other.change({new: directory.live[name]})
         elif act == "sync directory":
             self._root.sync()
         elif act == "sync":

@@ -14,10 +14,10 @@ from tests.faults.nursery import Desk, Nursery, Run
 from tests.faults.scenario import Order
 
 # The calls that change a file, its name, or who may write it; and those that say when a change is safe.
-FILES = ("write", "mkdir", "rename", "unlinkat", "rmdir")  # of files beside the store
+FILES = ("write", "mkdir", "rename", "link", "unlinkat", "rmdir")  # of files beside the store
 KINDS = ("pwrite64", "fsync", "ftruncate", "unlink", "openat", "fcntl", "flock", "mmap", "close", *FILES)
 # Those that a failing disk answers with an error.
-FAILING = ("pwrite64", "fsync", "ftruncate", "write", "mkdir", "rename")
+FAILING = ("pwrite64", "fsync", "ftruncate", "write", "mkdir", "rename", "link")
 ERRORS = ("EIO", "ENOSPC")
 KILLED = -9
 

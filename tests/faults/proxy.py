@@ -17,6 +17,7 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._upstream_port = 0
+        self._is_blocked = False
         self._lock = threading.Lock()
         self._connections: list[_Connection] = []
         self._bytes_left: int | None = None
@@ -38,6 +39,14 @@ class Proxy:
         """Reset every open connection."""
         for connection in self._open():
             connection.cut()
+
+    def block(self) -> None:
+        """Reset every open connection, and every later one until it is unblocked."""
+        self._is_blocked = True
+        self.cut()
+
+    def unblock(self) -> None:
+        self._is_blocked = False
 
     def cut_at_byte(self, count: int) -> None:
         """Pass `count` more bytes to the server, wherever in a request that is, then reset every connection."""
@@ -78,6 +87,9 @@ class Proxy:
         with suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
+                if self._is_blocked:
+                    reset(client)
+                    continue
                 try:
                     server = socket.create_connection(("127.0.0.1", self._upstream_port), CONNECT_SECONDS)
                 except OSError:

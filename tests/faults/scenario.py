@@ -55,7 +55,7 @@ class Order(Struct, frozen=True):
     """What the nursery is asked to run: on which store, which scenario, from which worker, with which planted bug."""
 
     url: str
-    scenario: str = "tally"  # or "profiles", "orders", "segments"
+    scenario: str = "tally"  # or "profiles", "orders", "segments", "numbering"
     worker: str = "w1"
     plant: str = ""
 
@@ -167,19 +167,20 @@ def _be_child(order: Order) -> None:
     # Where only ancestors may trace (Yama), let anybody: strace is a sibling.
     ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANYBODY, 0, 0, 0)
     if order.plant:
-        from tests.faults import order_plants, plants, profile_plants, segment_plants
+        from tests.faults import numbering_plants, order_plants, plants, profile_plants, segment_plants
 
-        assert all((order_plants, profile_plants, segment_plants))  # they stand among the others
+        assert all((numbering_plants, order_plants, profile_plants, segment_plants))  # they stand among the others
         plants.named(order.plant).plant()
     _say(b"pid %d" % os.getpid())
     _read_line()
-    from tests.faults import order_scenario, profile_scenario, segment_scenario
+    from tests.faults import numbering_scenario, order_scenario, profile_scenario, segment_scenario
 
     plays = {
         "tally": run,
         "profiles": profile_scenario.run,
         "orders": order_scenario.run,
         "segments": segment_scenario.run,
+        "numbering": numbering_scenario.run,
     }
     plays[order.scenario](order, lambda ack: _say(b"ack " + msgspec.json.encode(ack)))
 
@@ -212,11 +213,12 @@ def _read_line() -> bytes:
 def _nurse() -> None:
     # Opened in a child, these would be imported there, between the counted calls.
     import keyfold.core.store.sqlite
-    from tests.faults import order_scenario, profile_scenario, segment_scenario
+    from tests.faults import numbering_scenario, order_scenario, profile_scenario, segment_scenario
 
     assert keyfold.core.store.sqlite, order_scenario
     profile_scenario.warm_up()
     segment_scenario.warm_up()
+    numbering_scenario.warm_up()
     os.dup2(1, VOICE)
     os.dup2(2, 1)  # logs must not be taken for acknowledgements
     sa.event.listen(sa.Engine, "connect", _checkpoint_often)

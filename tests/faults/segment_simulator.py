@@ -19,8 +19,7 @@ import pyarrow as pa
 from keyfold.core import relay
 from keyfold.core.clock import SECOND_US, ManualClock
 from keyfold.core.context import Context
-from keyfold.core.errors import Conflict, KeyfoldError, LeaseLost, NotFound, TicketRefused
-from keyfold.core.leases.holding import Holding
+from keyfold.core.errors import Conflict, KeyfoldError, NotFound, TicketRefused
 from keyfold.core.leases.sql import SqlLeases
 from keyfold.core.relay import Relay
 from keyfold.core.store import Store, Transaction
@@ -30,10 +29,10 @@ from keyfold.segments.service.queueing import Queued, Ticketed
 from keyfold.segments.service.snapshots import Snapshots
 from keyfold.segments.service.ticking import Differ
 from keyfold.segments.settings import SegmentsSettings
-from tests.faults.scenario import LEASE_SECONDS, PARTITIONS
+from tests.faults.scenario import PARTITIONS
 from tests.faults.segment_ledger import Book, Found, compare_log
 from tests.faults.segment_scenario import NAMES, TOPIC, USERS, settings
-from tests.faults.stage import Actor, Killed, OutsideTopic, SimulatedTopics, Stage, patched
+from tests.faults.stage import Actor, Killed, OutsideTopic, SimulatedTopics, Stage, SteppedHolding, patched
 
 BATCH_MAX = 4
 UPLOADS_MAX = 20
@@ -75,13 +74,11 @@ class SegmentSimulation(Stage):
         self._uploading: dict[Any, list[int]] = {}  # by who is at it
         self._swept: list[tuple[Transaction, str]] = []
         self._graves: list[object] = []  # what the dead held: nobody hands it back
-        self._is_over = False
 
     def run(self) -> None:
         try:
             super().run()
         finally:
-            self._is_over = True
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _kinds(self) -> Sequence[str]:
@@ -347,33 +344,11 @@ class SegmentSimulation(Stage):
                 (Ticketed, "step", watch_step),
                 (sweeping, "sweep_step", watch_sweep),
                 (ticking.Tick, "_fail", watch_fail),
-                (ticking, "Holding", partial(_Holding, self)),
+                (ticking, "Holding", partial(SteppedHolding, self)),
                 (relay, "time", time),
             ]
         ):
             yield
-
-
-class _Holding(Holding):
-    """Without a thread: the lease is renewed when somebody asks, and the dead hand nothing back."""
-
-    def __init__(self, play: SegmentSimulation, *given: Any) -> None:
-        super().__init__(*given, monotonic=lambda: play._clock.now_us() / SECOND_US)
-        self._play = play
-
-    def __enter__(self) -> "_Holding":
-        return self
-
-    def __exit__(self, kind: object = None, *_: object) -> None:
-        if kind is not Killed and not self._play._is_over:
-            self._leases.release([self.lease])
-
-    def must_be_held(self) -> None:
-        super().must_be_held()
-        if self._monotonic() > self._valid_until - LEASE_SECONDS / 2:
-            if not self._leases.renew([self.lease], LEASE_SECONDS):
-                raise LeaseLost("somebody else has it")
-            self._valid_until = self._monotonic() + LEASE_SECONDS
 
 
 def _is_at_work(actor: Actor) -> bool:

@@ -10,11 +10,13 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import greenlet
 
-from keyfold.core.clock import ManualClock
+from keyfold.core.clock import SECOND_US, ManualClock
+from keyfold.core.errors import LeaseLost
+from keyfold.core.leases.holding import Holding
 from keyfold.core.settings import Settings
 from keyfold.core.store import Store, Transaction
 from keyfold.core.topics.registry import Topics
@@ -167,6 +169,7 @@ class Stage(ABC):
         self.seed = seed
         self.chance = random.Random(seed)
         self.faulty = True
+        self.is_over = False
         self.struck: Counter[tuple[str, str]] = Counter()
         self.trace: list[str] = []
         self._clock = clock
@@ -200,6 +203,7 @@ class Stage(ABC):
                 raise
             raise self._violated([f"{type(error).__name__}: {error}"]) from error
         finally:
+            self.is_over = True
             self._store.close()
             for file in self._file.parent.glob(f"{self._file.name}*"):
                 file.unlink()
@@ -285,6 +289,28 @@ class Stage(ABC):
         if actor.greenlet:  # begun, and not at its end
             with contextlib.suppress(Killed):
                 actor.greenlet.throw(Killed)
+
+
+class SteppedHolding(Holding):
+    """Without a thread: the lease is renewed when somebody asks, and the dead hand nothing back."""
+
+    def __init__(self, stage: Stage, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named, monotonic=lambda: stage._clock.now_us() / SECOND_US)
+        self._stage = stage
+
+    def __enter__(self) -> "SteppedHolding":
+        return self
+
+    def __exit__(self, kind: object = None, *_: object) -> None:
+        if kind is not Killed and not self._stage.is_over:
+            self._leases.release([self.lease])
+
+    def must_be_held(self) -> None:
+        super().must_be_held()
+        if self._monotonic() > self._valid_until - LEASE_SECONDS / 2:
+            if not self._leases.renew([self.lease], LEASE_SECONDS):
+                raise LeaseLost("somebody else has it")
+            self._valid_until = self._monotonic() + LEASE_SECONDS
 
 
 @contextlib.contextmanager

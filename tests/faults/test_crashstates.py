@@ -8,6 +8,7 @@ from tests.faults.crashstates import explore, record
 from tests.faults.effort import TIMEOUT_SECONDS, effort, seed
 from tests.faults.killsweep import TALLY, WritePath
 from tests.faults.matrix import Hit
+from tests.faults.numbering_scenario import NUMBERING
 from tests.faults.nursery import Desk, Nursery
 from tests.faults.order_scenario import ORDERS
 from tests.faults.profile_scenario import PROFILES
@@ -52,6 +53,16 @@ def test_a_disk_that_lost_its_power_holds_every_snapshot_that_was_taken_and_ever
     """The files of snapshots are on that disk too, with the names of their folders."""
     acts = _survives_loss_of_power(nursery, desk, SEGMENTS, ("segments",), hit, disks=effort(150, 100_000))
     assert acts >= {"make directory", "rename"}
+
+
+@pytest.mark.spec("NUM-09", "NUM-10", "NUM-15")
+@pytest.mark.fault("power lost", "numbering")
+def test_a_disk_that_lost_its_power_holds_every_state_that_was_published_whole_on_both_clusters(
+    nursery: Nursery, desk: Desk, hit: Hit
+) -> None:
+    """The pointer is synced by the store, the state by its master: neither may be there without the other."""
+    acts = _survives_loss_of_power(nursery, desk, NUMBERING, ("numbering",), hit, disks=effort(120, 100_000))
+    assert acts >= {"make directory", "rename", "link"}
 
 
 def _survives_loss_of_power(

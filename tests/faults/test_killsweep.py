@@ -8,6 +8,7 @@ import pytest
 from tests.faults.effort import LONG, TENTHS, TIMEOUT_SECONDS, rotation
 from tests.faults.killsweep import ERRORS, FAILING, TALLY, Point, Struck, WritePath, points, sweep, sweep_errors
 from tests.faults.matrix import Hit
+from tests.faults.numbering_scenario import NUMBERING
 from tests.faults.nursery import Desk, Nursery
 from tests.faults.order_scenario import ORDERS
 from tests.faults.profile_scenario import PROFILES
@@ -15,6 +16,9 @@ from tests.faults.segment_scenario import SEGMENTS
 
 # A run of segments takes a quarter of a second, and has some 1,500 points.
 SEGMENTS_THIN = 6
+# A run of numbering takes two seconds with what follows it, and has some 1,310 points.
+NUMBERING_THIN = 15
+NUMBERING_ERRORS_THIN = 4
 
 pytestmark = [pytest.mark.spec("CORE-02", "CORE-06", "CORE-08"), pytest.mark.timeout(TIMEOUT_SECONDS)]
 
@@ -80,6 +84,23 @@ def test_a_disk_that_fails_within_a_diff_or_an_upload_leaves_none_by_half(
     nursery: Nursery, desk: Desk, hit: Hit
 ) -> None:
     _survives_errors(nursery, desk, SEGMENTS, ("segments",), hit, thin=SEGMENTS_THIN)
+
+
+@pytest.mark.spec("NUM-09", "NUM-10", "NUM-11", "NUM-15")
+@pytest.mark.fault("killed at a system call", "numbering")
+def test_a_master_killed_at_any_call_leaves_the_pointer_at_the_old_state_or_the_new_and_either_whole(
+    nursery: Nursery, desk: Desk, hit: Hit
+) -> None:
+    """While it copies, runs, writes and publishes; the next master goes on, and nothing stays lying about."""
+    _survives_kills(nursery, desk, NUMBERING, ("numbering",), hit, thin=NUMBERING_THIN)
+
+
+@pytest.mark.spec("NUM-09", "NUM-15")
+@pytest.mark.fault("I/O error", "numbering")
+def test_a_disk_that_fails_while_a_state_is_written_or_copied_publishes_none_by_half(
+    nursery: Nursery, desk: Desk, hit: Hit
+) -> None:
+    _survives_errors(nursery, desk, NUMBERING, ("numbering",), hit, thin=NUMBERING_ERRORS_THIN)
 
 
 def _survives_kills(

@@ -10,11 +10,13 @@ import pytest
 import sqlalchemy as sa
 
 from keyfold.core.context import Context
-from keyfold.core.errors import DataRefused, StoreBusy
+from keyfold.core.errors import BadInput, DataRefused, StoreBusy
 from tests.faults import (
     crashstates,
     killsweep,
     lostcommit,
+    numbering_masters,
+    numbering_plants,
     order_plants,
     order_writers,
     plants,
@@ -29,6 +31,9 @@ from tests.faults.effort import LONG, TIMEOUT_SECONDS, rotation, seed
 from tests.faults.killsweep import WritePath
 from tests.faults.lostcommit import through
 from tests.faults.matrix import Hit
+from tests.faults.numbering_masters import numbering_at
+from tests.faults.numbering_scenario import NUMBERING
+from tests.faults.numbering_simulator import NumberingSimulation
 from tests.faults.nursery import Desk, Nursery
 from tests.faults.order_scenario import ORDERS
 from tests.faults.order_simulator import OrderSimulation
@@ -103,6 +108,12 @@ def test_the_simulator_of_segments_catches_this_bug(plant: Plant, template: Path
     hit(plant.part)
 
 
+@rotating(numbering_plants.SIMULATOR)
+def test_the_simulator_of_numbering_catches_this_bug(plant: Plant, template: Path, fast_path: Path, hit: Hit) -> None:
+    _must_be_caught(plant, NumberingSimulation, template, fast_path)
+    hit(plant.part)
+
+
 def _must_be_caught(plant: Plant, play: Play, template: Path, fast_path: Path) -> None:
     with plant.planted() as plot:
         caught = _first_violation(play, range(first := seed(), first + SEEDS_MAX), template, fast_path)
@@ -150,6 +161,12 @@ def test_the_kill_sweep_of_segments_catches_this_bug(plant: Plant, nursery: Nurs
     hit(plant.part)
 
 
+@rotating(numbering_plants.KILLS)
+def test_the_kill_sweep_of_numbering_catches_this_bug(plant: Plant, nursery: Nursery, desk: Desk, hit: Hit) -> None:
+    _some_kill_must_catch(plant, nursery, desk, NUMBERING)
+    hit(plant.part)
+
+
 def _some_kill_must_catch(plant: Plant, nursery: Nursery, desk: Desk, path: WritePath) -> None:
     every = killsweep.points(nursery, desk, plant=plant.name, path=path)
     own = [point for point in every if point.part == plant.part]
@@ -170,6 +187,12 @@ def test_the_crash_states_catch_this_bug(plant: Plant, nursery: Nursery, desk: D
 @rotating(segment_plants.STATES)
 def test_the_crash_states_of_segments_catch_this_bug(plant: Plant, nursery: Nursery, desk: Desk, hit: Hit) -> None:
     _some_disk_must_catch(plant, nursery, desk, SEGMENTS)
+    hit(plant.part)
+
+
+@rotating(numbering_plants.STATES)
+def test_the_crash_states_of_numbering_catch_this_bug(plant: Plant, nursery: Nursery, desk: Desk, hit: Hit) -> None:
+    _some_disk_must_catch(plant, nursery, desk, NUMBERING)
     hit(plant.part)
 
 
@@ -274,6 +297,45 @@ def test_a_diff_taken_up_again_catches_this_bug(plant: Plant, tmp_path: Path, hi
     _was_caught(plant, plot, caught, hit)
 
 
+@rotating(numbering_plants.RUNS)
+def test_runs_one_after_another_catch_this_bug(plant: Plant, fast_path: Path, hit: Hit) -> None:
+    url = f"sqlite:///{fast_path / 'keyfold.db'}"
+    with numbering_at(url, fast_path, rebuild_ratio=3.0, is_indexed=False) as numbering, plant.planted() as plot:
+        caught = numbering_masters.run_one_after_another(numbering, 10)
+    _was_caught(plant, plot, caught, hit)
+
+
+@rotating(numbering_plants.SPOILT)
+def test_a_spoilt_state_catches_this_bug(plant: Plant, fast_path: Path, hit: Hit) -> None:
+    url = f"sqlite:///{fast_path / 'keyfold.db'}"
+    with numbering_at(url, fast_path, is_indexed=False) as numbering, plant.planted() as plot:
+        try:
+            caught: object = numbering_masters.spoilt(numbering, fast_path, "new_docs", "altered")
+        except BadInput as refusal:
+            caught = refusal  # DuckDB's word for what it was made to read
+    _was_caught(plant, plot, caught, hit)
+
+
+@rotating(numbering_plants.PAUSED)
+def test_a_master_paused_past_its_lease_catches_this_bug(plant: Plant, fast_path: Path, hit: Hit) -> None:
+    url = f"sqlite:///{fast_path / 'keyfold.db'}"
+    said, broken = numbering_masters.overtaken(url, fast_path, "copied to", plant=plant.name)
+    assert broken, f"the master that was overtaken says {said!r}"
+    print(said, broken[0])
+    hit(plant.part)
+
+
+@rotating(numbering_plants.LOST)
+def test_lost_answers_to_masters_catch_this_bug(
+    plant: Plant, postgres_server: PostgresServer, postgres_url: str, fast_path: Path, hit: Hit
+) -> None:
+    with plant.planted() as plot:
+        caught, _ = numbering_masters.through_lost_commits(
+            postgres_server, postgres_url, fast_path, random.Random(seed()), POINTS_MAX
+        )
+    _was_caught(plant, plot, caught, hit)
+
+
 @rotating("lost answers")
 def test_lost_answers_catch_this_bug(
     plant: Plant, postgres_server: PostgresServer, postgres_url: str, hit: Hit
@@ -291,6 +353,8 @@ def test_every_plant_has_a_harness_and_at_least_ten_are_tried_each_time() -> Non
     for module in (profile_plants, order_plants, segment_plants):
         harnesses |= {module.SIMULATOR, module.KILLS, module.WRITERS}
     harnesses |= {order_plants.HISTORY, segment_plants.STATES, segment_plants.PAUSED, segment_plants.RESUMED}
+    harnesses |= {numbering_plants.SIMULATOR, numbering_plants.KILLS, numbering_plants.STATES, numbering_plants.RUNS}
+    harnesses |= {numbering_plants.SPOILT, numbering_plants.PAUSED, numbering_plants.LOST}
     assert {plant.harness for plant in plants.PLANTS} == harnesses
     assert set(WRITERS) == {plant.name for plant in PLANTS if plant.harness == "writers"}
     assert set(ORDER_WRITERS) == {plant.name for plant in PLANTS if plant.harness == order_plants.WRITERS}

@@ -1,1 +1,1 @@
-"""The real servers that the tests start: PostgreSQL, Kafka and ZooKeeper."""
+"""The real servers that the tests start: PostgreSQL, Kafka, ZooKeeper and Spark."""

@@ -4,13 +4,14 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
 from tests.servers.kafka import KafkaServer
 from tests.servers.postgres import PostgresServer
 from tests.servers.process import ServerProcess, ServerUnavailable
+from tests.servers.spark import DRIVER_SETTINGS, SparkCluster
 from tests.servers.zookeeper import ZooKeeperServer
 
 Server = TypeVar("Server", bound=ServerProcess)
@@ -40,6 +41,29 @@ def kafka_server() -> Iterator[KafkaServer]:
 def zookeeper_server() -> Iterator[ZooKeeperServer]:
     """A ZooKeeper server; group its tests by `xdist_group("zookeeper")`, so that one worker starts it."""
     yield from running(ZooKeeperServer)
+
+
+@pytest.fixture(scope="session")
+def spark_cluster() -> Iterator[SparkCluster]:
+    """A Spark master with two workers; group its tests by `xdist_group("spark")`, so that one worker starts it."""
+    yield from running(SparkCluster)
+
+
+@pytest.fixture(scope="session")
+def spark_session(spark_cluster: SparkCluster) -> Iterator[Any]:
+    """The session of this process, on the cluster: whatever in the product asks for Spark is given this one."""
+    from pyspark.sql import SparkSession
+
+    if (before := SparkSession.getActiveSession()) is not None:
+        before.stop()
+    builder = SparkSession.builder.appName("tests").master(spark_cluster.url)
+    for name, value in DRIVER_SETTINGS.items():
+        builder = builder.config(name, value)
+    session = builder.getOrCreate()
+    try:
+        yield session
+    finally:
+        session.stop()
 
 
 @pytest.fixture

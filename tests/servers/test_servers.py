@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import psycopg
@@ -21,6 +22,7 @@ from tests.servers.fixtures import pytest_runtest_teardown, running
 from tests.servers.kafka import KafkaServer
 from tests.servers.postgres import PostgresServer, find_binaries
 from tests.servers.process import ServerFailed, ServerProcess, ServerUnavailable, is_dead, wait_until
+from tests.servers.spark import WORKERS, SparkCluster
 from tests.servers.zookeeper import ZooKeeperServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -186,6 +188,19 @@ def test_a_paused_zookeeper_answers_only_when_resumed(zookeeper_server: ZooKeepe
         assert not answer.ready()
         zookeeper_server.resume()
         assert answer.get(timeout=ANSWER_SECONDS) is not None
+
+
+@pytest.mark.xdist_group("spark")
+def test_spark_computes_on_both_of_its_workers(spark_cluster: SparkCluster, spark_session: Any) -> None:
+    rows = spark_session.range(1000, numPartitions=8).selectExpr("sum(id)").collect()
+    assert rows[0][0] == 499_500
+    assert [worker["coresused"] for worker in spark_cluster.status()["workers"]] == [1] * WORKERS
+
+
+@pytest.mark.xdist_group("spark")
+@pytest.mark.usefixtures("spark_cluster")
+def test_spark_dies_with_a_test_process_that_is_killed() -> None:
+    assert_dies_with_its_test_process(SparkCluster, paused=False)
 
 
 @pytest.mark.parametrize("leave", [PostgresServer.pause, PostgresServer.kill])

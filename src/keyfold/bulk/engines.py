@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -9,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from keyfold.core.errors import BadInput
+from keyfold.bulk.folders import FolderUnreachable
+from keyfold.core.errors import BadInput, KeyfoldError
 
 if TYPE_CHECKING:
     import ibis.expr.types as ir
@@ -23,7 +25,7 @@ class Engine(Protocol):
     """Where expressions are computed."""
 
     def read(self, files: Sequence[str]) -> "ir.Table":
-        """Parquet files, or patterns of them, as one table."""
+        """Parquet files of this machine as one table."""
         ...
 
     def keep(self, expression: "ir.Table") -> "ir.Table":
@@ -54,13 +56,34 @@ def opened(engine: EngineName, *, job: str, megabytes_max: int, scratch: Path | 
 
 
 @contextlib.contextmanager
+def failing(engine: EngineName) -> Iterator[None]:
+    """The failures of an engine, and of the disk under it, in our words."""
+    try:
+        yield
+    except (KeyfoldError, MemoryError):
+        raise
+    except OSError as error:
+        raise FolderUnreachable(f"{error.filename or engine}: {error.strerror or error}") from error
+    except Exception as error:
+        if type(error).__name__ == "IOException":  # DuckDB's word for a disk that is full, or fails
+            raise FolderUnreachable(f"{engine}: {first_line(error)}") from error
+        if type(error).__module__.partition(".")[0] in ("_duckdb", "duckdb", "pyspark", "py4j", "pyarrow", "ibis"):
+            raise BadInput(f"{engine} failed: {first_line(error)}") from error
+        raise
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:300]
+
+
+@contextlib.contextmanager
 def scratch_folder(name: str, above: Path | None = None) -> Iterator[Path]:
     """A folder that goes when the work is done."""
     try:
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=above))
     except OSError as error:
         where = above or tempfile.gettempdir()
-        raise BadInput(
+        raise FolderUnreachable(
             f"nothing can be written to the scratch folder {where}: {error.strerror}", hint="numbering.scratch names it"
         ) from None
     try:
@@ -74,7 +97,8 @@ class DuckDB:
         self._connection = connection
 
     def read(self, files: Sequence[str]) -> "ir.Table":
-        return self._connection.read_parquet(list(files))
+        # A folder called generation=7 would otherwise be the column of this name.
+        return self._connection.read_parquet([exactly(file) for file in files], hive_partitioning=False)
 
     def keep(self, expression: "ir.Table") -> "ir.Table":
         name = f"kept_{uuid.uuid4().hex}"
@@ -82,13 +106,20 @@ class DuckDB:
 
     def write(self, expression: "ir.Table", folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        self._connection.to_parquet(
-            expression, folder, compression="zstd", row_group_size=ROW_GROUP_ROWS, per_thread_output=True
+        # Ibis' own to_parquet fails where there is a quote in the path.
+        self._connection._run_pre_execute_hooks(expression)
+        self._connection.raw_sql(
+            f"COPY ({self._connection.compile(expression)}) TO {quoted(str(folder))}"
+            f" (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {ROW_GROUP_ROWS}, PER_THREAD_OUTPUT true)"
         )
 
     def rows(self, expression: "ir.Table") -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self._connection.to_pyarrow(expression).to_pylist()
         return found
+
+
+_SPARK_PATTERN = re.compile(r"[\\*?\[\]{}]")
+_ESCAPED = r"\\\g<0>"
 
 
 class Spark:
@@ -97,7 +128,8 @@ class Spark:
 
     def read(self, files: Sequence[str]) -> "ir.Table":
         name = f"read_{uuid.uuid4().hex}"
-        self._connection._session.read.parquet(*files).createOrReplaceTempView(name)
+        urls = [f"file://{_SPARK_PATTERN.sub(_ESCAPED, file)}" for file in files]
+        self._connection._session.read.parquet(*urls).createOrReplaceTempView(name)
         return self._connection.table(name)
 
     def keep(self, expression: "ir.Table") -> "ir.Table":
@@ -110,7 +142,8 @@ class Spark:
     def write(self, expression: "ir.Table", folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         written = self._connection._session.sql(self._compiled(expression)).write
-        written.option("compression", "zstd").parquet(folder.as_uri())
+        # Not as_uri: Spark would take its %20 for what the folder is called.
+        written.option("compression", "zstd").parquet(f"file://{folder.absolute()}")
 
     def rows(self, expression: "ir.Table") -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self._connection.to_pyarrow(expression).to_pylist()
@@ -119,6 +152,20 @@ class Spark:
     def _compiled(self, expression: "ir.Table") -> str:
         self._connection._run_pre_execute_hooks(expression)
         return str(self._connection.compile(expression))
+
+
+def exactly(file: str) -> str:
+    """The pattern by which DuckDB reads this file and no other."""
+    pattern = re.sub(r"[*?\[]", r"[\g<0>]", file)
+    if pattern != file and "\\" in file:
+        # In a pattern a backslash parts folders, and nothing escapes it.
+        raise BadInput(f"DuckDB cannot read {file!r}: it has a backslash, and one of * ? [")
+    return pattern
+
+
+def quoted(text: str) -> str:
+    """Text as SQL of DuckDB."""
+    return "'" + text.replace("'", "''") + "'"
 
 
 def table_of(rows: "pa.Table") -> "ir.Table":
@@ -146,27 +193,30 @@ def duckdb_connection(megabytes_max: int, scratch: Path) -> Any:
         ("memory_limit", f"{megabytes_max}MB"),
         ("temp_directory", str(scratch)),
     ):
-        connection.raw_sql(f"SET {name} = '{value}'")
+        connection.raw_sql(f"SET {name} = {quoted(value)}")
     # The order of rows is nobody's business, and keeping it costs memory.
     connection.raw_sql("SET preserve_insertion_order = false")
     return connection
 
 
 def spark_connection(job: str) -> Any:
-    """The Spark session of this process; SPARK_MASTER says where, this machine if it is not set."""
+    """The Spark session of this process, configured as Spark is: by SPARK_CONF_DIR, or SPARK_MASTER alone."""
     module = ibis()
     try:
         from pyspark.sql import SparkSession
     except ImportError:
         raise BadInput("the engine is spark, which is not installed", hint="pip install 'keyfold[spark]'") from None
-    session = (
+    builder = (
         SparkSession.builder.appName(f"keyfold {job}")
-        .master(os.environ.get("SPARK_MASTER", "local[*]"))
         .config("spark.sql.session.timeZone", "UTC")
         .config("spark.ui.enabled", "false")
-        .getOrCreate()
+        # Otherwise a number that does not fit becomes another.
+        .config("spark.sql.ansi.enabled", "true")
     )
-    return module.pyspark.connect(session)
+    # Without either the session computes on this machine.
+    if master := os.environ.get("SPARK_MASTER"):
+        builder = builder.master(master)
+    return module.pyspark.connect(builder.getOrCreate())
 
 
 def ibis() -> Any:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from keyfold.core.errors import BadInput, Conflict, NotFound, Unavailable
-from keyfold.core.files import sync
+from keyfold.core.files import make_folder, sync
 
 MANIFEST = "manifest.json"
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -72,7 +72,7 @@ class Root:
         return f"{self.path.rstrip('/')}/{path}" if path else self.path
 
     def below(self, path: str) -> "Root":
-        return Root(f"{self.url.rstrip('/')}/{path}") if path else self
+        return Root(self.shown(path)) if path else self
 
     def exists(self, path: str = "") -> bool:
         with self.failing():
@@ -121,10 +121,14 @@ class Root:
                 # The manifest goes first: without it there is no folder.
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(f"{target}/{MANIFEST}")
-                self._fs.rm(target, recursive=True)
+                if any(mark in target for mark in "*?["):  # rm would take it for a pattern, and delete others too
+                    for each, found in reversed(self._fs.find(target, withdirs=True, detail=True).items()):
+                        (self._fs.rmdir if found["type"] == "directory" else self._fs.rm_file)(each)
+                else:
+                    self._fs.rm(target, recursive=True)
 
     def shown(self, path: str = "") -> str:
-        return f"{self.url.rstrip('/')}/{path}" if path else self.url
+        return f"{self.url}{'' if self.url.endswith('/') else '/'}{path}" if path else self.url
 
     def local(self, path: str = "") -> Path:
         assert self.is_local
@@ -156,7 +160,7 @@ class Draft:
         with target.failing():
             if target.is_local:
                 final = target.local(path)
-                final.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(final.parent)
                 self.folder = final.parent / name
             else:
                 above = scratch or Path(os.environ.get("TMPDIR", "/tmp"))  # noqa: S108
@@ -189,11 +193,23 @@ class Draft:
                         raise Conflict(f"{self._target.shown(self._path)} was made by somebody else") from error
                     raise
                 sync(final.parent)
+                sync(self._target.local())  # who made the folder in between may have died before it did
                 return
             files = sorted(path for path in self.folder.rglob("*") if path.is_file() and path != written)
-            for file in [*files, *([written] if manifest is not None else [])]:  # the manifest last
-                self._target.put(file, _joined(self._path, str(file.relative_to(self.folder))))
+            self._upload([*files, *([written] if manifest is not None else [])])  # the manifest last
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _upload(self, files: Sequence[Path]) -> None:
+        if self._target.names(self._path):
+            raise Conflict(f"{self._target.shown(self._path)} was made by somebody else")
+        try:
+            for file in files:
+                self._target.put(file, _joined(self._path, str(file.relative_to(self.folder))))
+        except BaseException:
+            # What cannot be cleared away either has no whole manifest, and so is nothing.
+            with contextlib.suppress(FolderUnreachable):
+                self._target.remove(self._path)
+            raise
 
     def drop(self) -> None:
         """Forget it, where it was not published."""
@@ -241,10 +257,12 @@ def copy(
     A copy that was left half done is done again; one that is there is compared.
     """
     if target.exists(_joined(path, MANIFEST)):
-        if target.read(_joined(path, MANIFEST)) != manifest:
+        there = target.read(_joined(path, MANIFEST))
+        if not manifest.startswith(there):
             raise FolderBroken(f"{target.shown(path)} is there and is another")
-        verify(target, path, files, tell)
-        return
+        if there == manifest:
+            verify(target, path, files, tell)
+            return
     if target.exists(path):
         target.remove(path)
     draft = Draft(target, path, scratch)

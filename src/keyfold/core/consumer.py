@@ -7,6 +7,7 @@ set aside with its reason; the rest of its batch commits; later messages of its 
 
 import random
 import time
+from collections.abc import Sequence
 
 import structlog
 from msgspec import Struct
@@ -126,7 +127,7 @@ class ConsumerWorker:
         stored = self._store.read(lambda tx: progress.positions(tx, self._consumer.job)).get(partition)
         return stored is not None and stored.position < position
 
-    def _apply(self, partition: int, ticket: int, position: int, records: list[Record]) -> None:
+    def _apply(self, partition: int, ticket: int, position: int, records: Sequence[Record]) -> None:
         """Apply a run of records; where it fails, halve it, left before right, until the poison stands alone."""
         end = records[-1].position + 1
         tries = self._limits.message_tries_max if len(records) == 1 else 1
@@ -152,7 +153,7 @@ class ConsumerWorker:
         self._apply(partition, ticket, records[middle - 1].position + 1, records[middle:])
 
     def _fold(
-        self, tx: Transaction, partition: int, ticket: int, position: int, end: int, records: list[Record]
+        self, tx: Transaction, partition: int, ticket: int, position: int, end: int, records: Sequence[Record]
     ) -> None:
         progress.advance(tx, self._consumer.job, partition, ticket, position, end)
         free = (

@@ -1,5 +1,6 @@
 """Files that must be there after a loss of power, and the library that reads and writes Parquet."""
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,14 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it that are not there, each of them to stay after a loss of power."""
+    missing = list(itertools.takewhile(lambda each: not each.is_dir(), (folder, *folder.parents)))
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        sync(each.parent)
 
 
 def arrow_and_parquet() -> tuple[Any, Any]:

@@ -54,7 +54,10 @@ def sharded(offers: "ir.Table", scheme: Scheme) -> "ir.Table":
 
 
 def with_parameters(offers: "ir.Table", shops: "ir.Table | None", scheme: Scheme) -> "ir.Table":
-    """Offers with what the scheme must know of them: the offer's own parameter, or else the shop's."""
+    """Offers with what the scheme must know of them: the offer's own parameter, or else the shop's.
+
+    An empty one is not known: offers that are built from the topic have the column always.
+    """
     import ibis
 
     wanted = PARAMETERS[scheme.by]
@@ -65,7 +68,8 @@ def with_parameters(offers: "ir.Table", shops: "ir.Table | None", scheme: Scheme
     joined = offers.left_join(theirs, offers.shop_id == theirs.of_shop)
 
     def known(name: str) -> Any:
-        return ibis.coalesce(joined[name], joined[f"shop_{name}"]) if name in offers.columns else joined[f"shop_{name}"]
+        of_shop = joined[f"shop_{name}"]
+        return ibis.coalesce(joined[name].nullif(""), of_shop) if name in offers.columns else of_shop
 
     return joined.select(*KEY, **{name: known(name) for name in wanted})
 
@@ -162,7 +166,7 @@ def figures(places: "ir.Table", run: int) -> "ir.Table":
     """Of every shard: keys, maximum + 1, and keys of this run's input."""
     grouped = places.group_by("shard_id").aggregate(
         places=places.count(),
-        top=places.doc_id.max() + 1,
+        top=places.doc_id.max().cast("int64") + 1,
         input=(places.seen_run == run).cast("int64").sum(),
     )
     return with_types(grouped, FIGURES)

@@ -303,7 +303,7 @@ class Published(Struct, frozen=True, kw_only=True, omit_defaults=True):
     bytes: int = 0
     invalid: str = ""  # why it was declared so
     dropped_at_us: int = 0  # its tombstone: the files may go after a grace period
-    is_deleted: bool = False
+    is_deleted: bool = False  # given up: its files are gone, or about to go
 
 
 class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -406,7 +406,7 @@ def drop(record: Record, ticket: int, checksums: Iterable[str], now_us: int) -> 
 
 
 def deleted(record: Record, ticket: int, checksums: Iterable[str]) -> Record:
-    """Note that the files of dropped states are gone."""
+    """Give up dropped states: the pointer cannot return to them, and their files may go."""
     _must_hold(record, ticket)
     return _marked(record, checksums, is_deleted=True)
 

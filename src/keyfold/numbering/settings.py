@@ -60,7 +60,10 @@ class NumberingSettings(Section, frozen=True, kw_only=True):
     input_share_min: Annotated[
         float, Meta(ge=0, le=1, description="an input with a smaller share of the last run's offers is refused")
     ] = 0.1
-    engine: Annotated[Literal["duckdb", "spark"], Meta(description="what runs are computed by")] = "duckdb"
+    engine: Annotated[
+        Literal["duckdb", "spark"],
+        Meta(description="what runs are computed by; Spark reads its own settings from SPARK_CONF_DIR"),
+    ] = "duckdb"
     engine_megabytes_max: Annotated[
         int, Meta(ge=100, le=10_000_000, description="memory of a run; what does not fit goes to disk")
     ] = 8_000

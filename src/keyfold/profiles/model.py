@@ -2,7 +2,7 @@
 
 import zlib
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from keyfold.profiles.handlers import Event, Handler, Update, Updates, Writable
 
 ProfileKey = tuple[str, str]  # type, id
 EventKey = tuple[str, str]  # log, event id
-Arrived = tuple[int, str, Event]  # its number in the batch, its log, the event
+LogEvent = tuple[str, Event]  # log, event
 EVENT_ID_MAX = 200
 PROFILE_ID_BYTES_MAX = 400
 UPDATES_MAX = 1_000
@@ -98,55 +98,57 @@ class Asked:
     """What handlers ask for: the updates of all events in one list, and of each run of them the event and the profile.
 
     A run is what one handler asks for because of one event. Millions of events pass here, so that an event has no
-    object of its own for it.
+    object of its own for it: it is known by its number in the batch.
     """
 
-    def __init__(self) -> None:
-        self.events: list[Arrived] = []  # that count whole, with updates or without
+    def __init__(self, log_events: Sequence[LogEvent]) -> None:
+        self.log_events = log_events
+        self.refused: set[int] = set()  # the events that do not count; all others count whole, with updates or without
         self.updates: list[Update] = []
         self.is_owned = False  # whether an update may have an owner
         self.profiles: list[ProfileKey] = []  # each once
-        self.event: list[int] = []  # of each run, the place of its event
+        self.event: list[int] = []  # of each run, the number of its event
         self.profile: list[int] = []  # and the place of its profile
         self.size: list[int] = []
 
     def runs(self) -> Iterator[tuple[int, ProfileKey, list[Update]]]:
         end = 0
-        for at, profile, size in zip(self.event, self.profile, self.size, strict=True):
+        for number, profile, size in zip(self.event, self.profile, self.size, strict=True):
             begin, end = end, end + size
-            yield at, self.profiles[profile], self.updates[begin:end]
+            yield number, self.profiles[profile], self.updates[begin:end]
 
     def rows(self) -> Iterator[Row]:
         """The updates one by one, numbered within their event."""
-        number, before = 0, -1
-        for at, profile, updates in self.runs():
-            _, log, event = self.events[at]
-            number = number if at == before else 0
-            before = at
+        place, before = 0, -1
+        for number, profile, updates in self.runs():
+            log, event = self.log_events[number]
+            place = place if number == before else 0
+            before = number
             for counter, key, value, owner in updates:
-                yield Row(profile, counter, key, value, event.time, owner, event.id, log, number)
-                number += 1
+                yield Row(profile, counter, key, value, event.time, owner, event.id, log, place)
+                place += 1
 
     def without(self, refused: Container[EventKey]) -> "Asked":
         """The same without some events."""
-        left = Asked()
+        left = Asked(self.log_events)
         left.is_owned, left.profiles = self.is_owned, self.profiles
-        places: dict[int, int] = {}
-        for at, (number, log, event) in enumerate(self.events):
-            if (log, event.id) not in refused:
-                places[at] = len(left.events)
-                left.events.append((number, log, event))
-        for profile, (at, _, updates) in zip(self.profile, self.runs(), strict=True):
-            if at in places:
-                left.event.append(places[at])
+        left.refused = self.refused | {
+            number for number, (log, event) in enumerate(self.log_events) if (log, event.id) in refused
+        }
+        for profile, (number, _, updates) in zip(self.profile, self.runs(), strict=True):
+            if number not in left.refused:
+                left.event.append(number)
                 left.profile.append(profile)
                 left.size.append(len(updates))
                 left.updates += updates
         return left
 
-    def cut(self, runs: int, updates: int) -> None:
-        """Back to so many runs and updates."""
-        del self.event[runs:], self.profile[runs:], self.size[runs:], self.updates[updates:]
+    def take_back(self, number: int, updates: int) -> None:
+        """Refuse the last event, before which there were so many updates."""
+        self.refused.add(number)
+        while self.event and self.event[-1] == number:
+            del self.event[-1], self.size[-1]
+        del self.profile[len(self.event) :], self.updates[updates:]
 
 
 class _Places(dict[Any, int]):
@@ -169,43 +171,44 @@ class _Places(dict[Any, int]):
 
 
 def ask(
-    writing: Mapping[str, Sequence[tuple[Handler, Writable]]], arrived: Sequence[Arrived]
+    writing: Mapping[str, Sequence[tuple[Handler, Writable]]], log_events: Sequence[LogEvent], arrived: Iterable[int]
 ) -> tuple[Asked, dict[EventKey, str]]:
-    """Let the handlers read events; what they ask for is checked, so that an event counts whole or not at all."""
-    asked, refused = Asked(), dict[EventKey, str]()
+    """Let the handlers read those events that arrived, by their numbers.
+
+    What they ask for is checked, so that an event counts whole or not at all.
+    """
+    asked, refused = Asked(log_events), dict[EventKey, str]()
     types = {each.profile_type for own in writing.values() for each, _ in own}
     places = {each: _Places(asked.profiles, each) for each in types}
     writers = {
         log: [
-            (each, each.handle, Updates(writable, asked.updates), places[each.profile_type]) for each, writable in own
+            (each, each.handle, each.id_field, Updates(writable, asked.updates), places[each.profile_type])
+            for each, writable in own
         ]
         for log, own in writing.items()
     }
-    rows, sizes, number = asked.updates, asked.size, 0
+    rows, end = asked.updates, 0
     add_event, add_profile, add_size = asked.event.append, asked.profile.append, asked.size.append
-    for one in arrived:
-        _, log, event = one
-        runs, begin = len(sizes), len(rows)
-        end = begin
+    for number in arrived:
+        log, event = log_events[number]
+        begin = end
         try:
-            for each, handle, updates, known in writers.get(log, ()):
+            for each, handle, id_field, updates, known in writers.get(log, ()):  # noqa: B007
                 handle(event, updates)
                 if size := len(rows) - end:
-                    given = event.fields.get(each.id_field)
+                    given = event.fields.get(id_field)
                     place = known.get(given) if type(given) is str else None
-                    add_profile(known.of(given, each.id_field) if place is None else place)
+                    add_profile(known.of(given, id_field) if place is None else place)
                     add_event(number)
                     add_size(size)
                     end += size
             if end - begin > UPDATES_MAX:
                 raise UpdateRefused(f"the event makes {end - begin} updates, {UPDATES_MAX} are allowed")
         except Exception as error:
-            asked.cut(runs, begin)
+            asked.take_back(number, begin)
+            end = begin
             refused[log, event.id] = str(error if isinstance(error, KeyfoldError) else _failed(each, error))
-            continue
-        asked.events.append(one)
-        number += 1
-    asked.is_owned = any(updates.is_owned for own in writers.values() for _, _, updates, _ in own)
+    asked.is_owned = any(updates.is_owned for own in writers.values() for _, _, _, updates, _ in own)
     return asked, refused
 
 

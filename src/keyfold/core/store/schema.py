@@ -1,5 +1,6 @@
 """How tables are declared: portable column types, a distribution key for every table, the schema version we know."""
 
+from functools import cache
 from typing import Any
 
 import sqlalchemy as sa
@@ -70,6 +71,7 @@ def table(
     return declared
 
 
+@cache
 def key_names(declared: sa.Table) -> tuple[str, ...]:
     """The columns of the primary key, in order."""
     return tuple(column.name for column in declared.primary_key.columns)

@@ -166,6 +166,11 @@ def load(tx: Transaction, table: sa.Table, keys: Columns, wanted: Sequence[str])
     """The wanted columns of the rows that are there, by key. `keys` may name a prefix of the primary key only if
     the rows it selects are meant all."""
     key = key_names(table)
+    if tuple(keys) == key and (alike := _alike(tx, keys)):
+        rows = _load_alike(tx, table, keys, (alike, *wanted), alike)
+        values = [row[0] for row in rows]
+        found = zip(*(values if name == alike else itertools.repeat(keys[name][0]) for name in key), strict=False)
+        return dict(zip(found, [row[1:] for row in rows], strict=True))
     width = len(key)
     return {row[:width]: row[width:] for row in load_rows(tx, table, keys, (*key, *wanted))}
 
@@ -197,8 +202,8 @@ def load_rows(tx: Transaction, table: sa.Table, keys: Columns, wanted: tuple[str
         return []
     if not tx.is_sqlite and (few := lookup(table, keys, wanted)) is not None:
         return _signed_back(tx.rows(few.sql, few.parameters), table, wanted)
-    if (tx.is_sqlite or tx.engine.unnest) and (alike := _alike(keys)):
-        return _signed_back(_load_alike(tx, table, keys, wanted, alike), table, wanted)
+    if alike := _alike(tx, keys):
+        return _load_alike(tx, table, keys, wanted, alike)
     before, after = _load_sql(table, tuple(keys), wanted, tx.is_sqlite)
     found: list[Row] = []
     for piece in batch.slices(tx, keys):
@@ -215,9 +220,12 @@ def _load_sql(table: sa.Table, keys: tuple[str, ...], wanted: tuple[str, ...], i
     return f"SELECT {_qualified(table, wanted)} FROM (", f") AS batch{alias} JOIN {table.name} ON {joined}"
 
 
-def _alike(keys: Columns) -> str:
-    """The one column in which the keys differ, if there is just one."""
-    names = [name for name, values in keys.items() if values.count(values[0]) < len(values)]
+def _alike(tx: Transaction, keys: Columns) -> str:
+    """The one column in which the keys differ, if there is just one and a list of its values is what is read best."""
+    count = len(next(iter(keys.values())))
+    if not (tx.is_sqlite or (count > LOAD_ROWS and tx.engine.unnest)):
+        return ""
+    names = [name for name, values in keys.items() if values and values.count(values[0]) < count]
     return names[0] if len(names) == 1 else ""
 
 
@@ -227,10 +235,11 @@ def _load_alike(
     """The usual case: a list of values is read faster than rows (twenty keys on SQLite: 70 µs instead of 90)."""
     same = tuple(name for name in keys if name != differing)
     given = [values[0] for values in batch.stored(table, {name: keys[name][:1] for name in same})]
-    return tx.rows(
+    rows = tx.rows(
         _alike_sql(table, same, differing, wanted, tx.is_sqlite),
         (batch.listed(tx, table, differing, keys[differing]), *given),
     )
+    return _signed_back(rows, table, wanted)
 
 
 @cache

@@ -1,13 +1,14 @@
 """The embedded topic: published rows of the one message table, read by position."""
 
 import time
+from collections.abc import Sequence
 
 import sqlalchemy as sa
 
 from keyfold.core.errors import OffsetGone, TopicChanged
 from keyfold.core.store import Store, Transaction
 from keyfold.core.tables import MESSAGES, PROGRESS, TOPICS
-from keyfold.core.topics.topic import Bounds, Message, PayloadOnly, Record
+from keyfold.core.topics.topic import Bounds, Message, PayloadOnly, Payloads, Record
 
 POLL_SECONDS = 0.02
 # A fetch reads page by page and ends after so many bytes: what it holds in memory is bounded, however many it may take.
@@ -27,7 +28,7 @@ class EmbeddedTopic:
         self._store = store
         self.name = name
         self.partitions = partitions
-        self._published = published_payloads if payload_only else published
+        self._read = self._read_payloads if payload_only else self._read_whole
 
     def identity(self) -> str:
         made = sa.select(TOPICS.c.made_at_us).where(TOPICS.c.topic == self.name)
@@ -36,7 +37,7 @@ class EmbeddedTopic:
     def bounds(self, partition: int) -> Bounds:
         return self._store.read(lambda tx: bounds(tx, self.name, partition))
 
-    def fetch(self, partition: int, position: int, count_max: int, wait_seconds: float) -> list[Record]:
+    def fetch(self, partition: int, position: int, count_max: int, wait_seconds: float) -> Sequence[Record]:
         deadline = time.monotonic() + wait_seconds
         while True:
             records = self._store.read(lambda tx: self._read(tx, partition, position, count_max))
@@ -54,18 +55,34 @@ class EmbeddedTopic:
     def close(self) -> None:
         """Nothing is held between calls."""
 
-    def _read(self, tx: Transaction, partition: int, position: int, count_max: int) -> list[Record]:
+    def _read_whole(self, tx: Transaction, partition: int, position: int, count_max: int) -> Sequence[Record]:
         records: list[Record] = []
         bytes_left = FETCH_BYTES_MAX
         while bytes_left > 0 and (count := min(PAGE_COUNT, count_max - len(records))) > 0:
-            page = self._published(tx, self.name, partition, position + len(records), count)
+            page = published(tx, self.name, partition, position + len(records), count)
             if records and page and page[0].position != records[-1].position + 1:
                 break  # purged since the page before was read
             records += page
             if len(page) < count:
                 break
             bytes_left -= sum([len(record.message.payload) for record in page])
-        return records
+        return _before_a_gap(records)
+
+    def _read_payloads(self, tx: Transaction, partition: int, position: int, count_max: int) -> Sequence[Record]:
+        payloads: list[bytes] = []
+        bytes_left = FETCH_BYTES_MAX
+        while bytes_left > 0 and (count := min(PAGE_COUNT, count_max - len(payloads))) > 0:
+            following = position + len(payloads)
+            first, page = published_payloads(tx, self.name, partition, following, count)
+            if first != following:
+                if not payloads:
+                    return Payloads(partition, first, page)
+                break  # purged since the page before was read
+            payloads += page
+            if len(page) < count:
+                break
+            bytes_left -= sum(map(len, page))
+        return Payloads(partition, position, payloads)
 
     def _must_be_inside(self, partition: int, position: int) -> None:
         inside = self.bounds(partition)
@@ -78,6 +95,14 @@ class EmbeddedTopic:
             )
         if position > inside.next:
             raise TopicChanged(f"position {position} lies after the end {inside.next}", place=place)
+
+
+def _before_a_gap(records: list[Record]) -> list[Record]:
+    """Records that follow one another. On a cluster a read may see some of what one transaction has numbered: a
+    message that is not seen yet must not be passed over."""
+    if not records or records[-1].position - records[0].position + 1 == len(records):
+        return records
+    return [record for at, record in enumerate(records, records[0].position) if record.position == at]
 
 
 def bounds(tx: Transaction, topic: str, partition: int) -> Bounds:
@@ -105,11 +130,21 @@ def published(tx: Transaction, topic: str, partition: int, position: int, count_
     ]
 
 
-def published_payloads(tx: Transaction, topic: str, partition: int, position: int, count_max: int) -> list[Record]:
-    """The same without what only those read who need it: half the cost of reading small messages."""
-    sql = _published_sql("?" if tx.is_sqlite else "%s", "position, payload")
-    rows = tx.rows(sql, (topic, partition, position, count_max))
-    return [Record(partition, at, PayloadOnly(payload=payload)) for at, payload in rows]
+def published_payloads(
+    tx: Transaction, topic: str, partition: int, position: int, count_max: int
+) -> tuple[int, list[bytes]]:
+    """The payloads alone, of messages that follow one another, and the position of the first.
+
+    As many rows as there are positions between two are all of them, whose positions need not be read. Where there are
+    fewer, at the end or because some were purged, they are read with their positions.
+    """
+    mark = "?" if tx.is_sqlite else "%s"
+    rows = tx.rows(_between_sql(mark), (topic, partition, position, position + count_max))
+    if len(rows) == count_max:
+        return position, [payload for (payload,) in rows]
+    rows = tx.rows(_published_sql(mark, "position, payload"), (topic, partition, position, count_max)) if rows else []
+    first = rows[0][0] if rows else position
+    return first, [payload for place, (at, payload) in enumerate(rows, first) if at == place]
 
 
 def whole(tx: Transaction, topic: str, record: Record) -> Record:
@@ -158,6 +193,14 @@ def _published_sql(mark: str, wanted: str = _WHOLE) -> str:
         f"SELECT {wanted} FROM messages"
         f" WHERE topic = {mark} AND partition = {mark} AND position IS NOT NULL AND position >= {mark}"
         f" ORDER BY position LIMIT {mark}"
+    )
+
+
+def _between_sql(mark: str) -> str:
+    return (
+        "SELECT payload FROM messages"
+        f" WHERE topic = {mark} AND partition = {mark} AND position IS NOT NULL AND position >= {mark}"
+        f" AND position < {mark} ORDER BY position"
     )
 
 

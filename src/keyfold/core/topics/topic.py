@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, overload
 
 from msgspec import Struct
 
@@ -46,6 +46,40 @@ class Record(Struct, frozen=True, gc=False):
     message: Message
 
 
+class Payloads(Sequence[Record]):
+    """The payloads of messages that follow one another in a partition, for a reader who needs nothing else of them.
+
+    As records they are made only when they are looked at: of a small message the objects cost more than the bytes.
+    """
+
+    __slots__ = ("_partition", "_position", "payloads")
+
+    def __init__(self, partition: int, position: int, payloads: list[bytes]) -> None:
+        self._partition = partition
+        self._position = position  # of the first
+        self.payloads = payloads
+
+    def __len__(self) -> int:
+        return len(self.payloads)
+
+    @overload
+    def __getitem__(self, at: int) -> Record: ...
+    @overload
+    def __getitem__(self, at: slice) -> "Payloads": ...
+    def __getitem__(self, at: int | slice) -> "Record | Payloads":
+        if isinstance(at, int):
+            position = range(self._position, self._position + len(self.payloads))[at]
+            return Record(self._partition, position, PayloadOnly(payload=self.payloads[at]))
+        begin, _, step = at.indices(len(self.payloads))
+        if step != 1:
+            raise ValueError("only messages that follow one another can be cut out")
+        return Payloads(self._partition, self._position + begin, self.payloads[at])
+
+
+def payloads_of(records: Sequence[Record]) -> list[bytes]:
+    return records.payloads if isinstance(records, Payloads) else [record.message.payload for record in records]
+
+
 class Pending(Struct, frozen=True, gc=False):
     """A message of the outbox that was not published yet; `id` grows in commit order for each key."""
 
@@ -72,7 +106,7 @@ class Source(Protocol):
 
     def bounds(self, partition: int) -> Bounds: ...
 
-    def fetch(self, partition: int, position: int, count_max: int, wait_seconds: float) -> list[Record]:
+    def fetch(self, partition: int, position: int, count_max: int, wait_seconds: float) -> Sequence[Record]:
         """Records from `position` on, at most `count_max`; waits up to `wait_seconds` where there are none.
 
         Raises OffsetGone where `position` lies before what is kept, TopicChanged where it lies after the end.

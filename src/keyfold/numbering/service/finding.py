@@ -7,7 +7,7 @@ hash. Small row groups with their least and greatest values tell where to look: 
 import bisect
 import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from keyfold.bulk import engines
-from keyfold.bulk.folders import MANIFEST, Draft, FileEntry, FolderBroken, Root
+from keyfold.bulk.folders import MANIFEST, Draft, FileEntry, FolderBroken, FolderUnreachable, Root
 from keyfold.core.errors import Conflict, NotFound, Unavailable
 from keyfold.core.files import arrow_and_parquet
 from keyfold.numbering.expressions import PLACES
@@ -79,6 +79,7 @@ def build(state: Stored, megabytes_max: int, scratch: Path | None = None) -> Non
     draft = Draft(root, path, scratch)
     try:
         with (
+            engines.failing("duckdb"),
             states.at_hand(state, ("places",), scratch) as files,
             engines.scratch_folder("keyfold-index", scratch) as spill,
         ):
@@ -97,28 +98,24 @@ def build(state: Stored, megabytes_max: int, scratch: Path | None = None) -> Non
 
 
 def _write(connection: Any, files: Sequence[str], folder: Path) -> None:
-    listed = ", ".join("'" + file.replace("'", "''") + "'" for file in files)
-    source = f"read_parquet([{listed}])" if files else f"(SELECT {_nothing()} WHERE false)"
+    listed = ", ".join(engines.quoted(engines.exactly(file)) for file in files)
+    source = f"read_parquet([{listed}], hive_partitioning = false)" if files else f"(SELECT {_nothing()} WHERE false)"
     options = f"(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {GROUP_ROWS})"
     text = "business_id || '/' || shop_id || '/' || warehouse_id || '/' || offer_id"
     columns = ", ".join(PLACES)
     connection.raw_sql(
         f"COPY (SELECT {columns} FROM {source} ORDER BY shard_id, doc_id)"  # noqa: S608
-        f" TO '{_quoted(folder / 'by_place.parquet')}' {options}"
+        f" TO {engines.quoted(str(folder / 'by_place.parquet'))} {options}"
     )
     connection.raw_sql(
         f"COPY (SELECT ('0x' || md5({text})[1:{HASH_DIGITS}])::BIGINT AS key_hash, shard_id, doc_id FROM {source}"  # noqa: S608
-        f" ORDER BY key_hash) TO '{_quoted(folder / 'by_key.parquet')}' {options}"
+        f" ORDER BY key_hash) TO {engines.quoted(str(folder / 'by_key.parquet'))} {options}"
     )
 
 
 def _nothing() -> str:
     kinds = {"int64": "BIGINT", "int32": "INTEGER", "string": "VARCHAR", "boolean": "BOOLEAN"}
     return ", ".join(f"NULL::{kinds[kind]} AS {name}" for name, kind in PLACES.items())
-
-
-def _quoted(path: Path) -> str:
-    return str(path).replace("'", "''")
 
 
 class Index:
@@ -134,9 +131,11 @@ class Index:
             raise FolderBroken(f"the index of {state.where} cannot be read: {error}") from None
         if manifest.checksum != state.checksum:
             raise FolderBroken(f"the index of {state.where} is of another state")
-        self._open = contextlib.ExitStack()
-        self._by_place = self._sorted(root, f"{path}/by_place.parquet", _place_number, ("shard_id", "doc_id"))
-        self._by_key = self._sorted(root, f"{path}/by_key.parquet", int, ("key_hash",))
+        self._where = root.shown(path)
+        with contextlib.ExitStack() as opened:
+            self._by_place = self._sorted(opened, root, f"{path}/by_place.parquet", ("shard_id", "doc_id"))
+            self._by_key = self._sorted(opened, root, f"{path}/by_key.parquet", ("key_hash",))
+            self._open = opened.pop_all()
 
     def __enter__(self) -> "Index":
         return self
@@ -147,20 +146,35 @@ class Index:
     def close(self) -> None:
         self._open.close()
 
-    def _sorted(self, root: Root, path: str, number: Callable[..., int], columns: Sequence[str]) -> "_Sorted":
-        return _Sorted(self._open.enter_context(contextlib.closing(root.open(path))), number, columns)
+    def _sorted(self, opened: contextlib.ExitStack, root: Root, path: str, columns: Sequence[str]) -> "_Sorted":
+        with self._failing():
+            return _Sorted(opened.enter_context(contextlib.closing(root.open(path))), columns)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """A file system that fails, or files that are not what was written, in our words."""
+        try:
+            yield
+        except (NotFound, ValueError, NotImplementedError, OSError) as error:
+            if isinstance(error, OSError) and error.errno:
+                raise FolderUnreachable(f"{self._where}: {error.strerror or error}") from error
+            raise FolderBroken(
+                f"the index {self._where} cannot be read: {error}", hint="Delete it, and build it again"
+            ) from error
 
     def by_places(self, places: Sequence[Place]) -> dict[Place, Found]:
         """Who has these places; those that nobody has are left out."""
-        wanted = {_place_number(*place): place for place in places}
-        rows = self._by_place.rows(sorted(wanted))
+        wanted = {_place_number(*place) for place in places if max(place) < _SHARD and min(place) >= 0}
+        with self._failing():
+            rows = self._by_place.rows(sorted(wanted))
         found = (Found(**{name: row[name] for name in PLACES}) for row in rows)
         return {each.place: each for each in found}
 
     def by_keys(self, keys: Sequence[Key]) -> dict[Key, Found]:
         """The places of these keys; those that have none are left out."""
         hashes = sorted({_hash(key) for key in keys})
-        candidates = [Place(row["shard_id"], row["doc_id"]) for row in self._by_key.rows(hashes)]
+        with self._failing():
+            candidates = [Place(row["shard_id"], row["doc_id"]) for row in self._by_key.rows(hashes)]
         wanted = set(keys)
         return {each.key: each for each in self.by_places(candidates).values() if each.key in wanted}
 
@@ -168,9 +182,9 @@ class Index:
 class _Sorted:
     """A Parquet file in the order of a number that its columns make."""
 
-    def __init__(self, file: Any, number: Callable[..., int], columns: Sequence[str]) -> None:
+    def __init__(self, file: Any, columns: Sequence[str]) -> None:
         _, parquet = arrow_and_parquet()
-        self._number, self._columns = number, columns
+        self._columns = columns
         self._file = parquet.ParquetFile(file)
         metadata = self._file.metadata
         names = [metadata.schema.column(at).name for at in range(metadata.num_columns)]
@@ -226,12 +240,13 @@ def _numbers(parts: Sequence[Any]) -> Any:
 
 def _hash(key: Key) -> int:
     text = f"{key.business_id}/{key.shop_id}/{key.warehouse_id}/{key.offer_id}"
-    return int(hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()[:HASH_DIGITS], 16)
+    # What is no Unicode has a hash that no stored key has.
+    return int(hashlib.md5(text.encode(errors="surrogatepass"), usedforsecurity=False).hexdigest()[:HASH_DIGITS], 16)
 
 
 def _beside(state: Stored) -> tuple[Root, str]:
     """Where the index of a state lies: beside its folder."""
     if state.path:
         return state.root, index_path(state.path)
-    above, _, name = state.root.url.rstrip("/").rpartition("/")
-    return Root(above or "."), index_path(name)
+    above, slash, name = state.root.url.rstrip("/").rpartition("/")
+    return Root(f"{above}{slash}" or "."), index_path(name)

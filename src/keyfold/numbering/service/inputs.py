@@ -31,21 +31,25 @@ def dataset(url: str, scratch: Path | None) -> Iterator[list[str]]:
     if root.is_local:
         yield found
         return
-    with engines.scratch_folder("keyfold-input", scratch) as folder, root.failing():
+    with engines.scratch_folder("keyfold-input", scratch) as folder:
         local = [str(folder / f"{number:05d}.parquet") for number in range(len(found))]
-        for source, target in zip(found, local, strict=True):
-            root._fs.get_file(source, target)
+        with root.failing():
+            for source, target in zip(found, local, strict=True):
+                root._fs.get_file(source, target)
         yield local
 
 
 def _parquet(root: Root) -> list[str]:
-    """A folder is a dataset of all the Parquet files below it, but for those whose name is not meant to be read."""
+    """A folder is a dataset of all the Parquet files below it, but for those whose name is not meant to be read.
+
+    What is there under just this name is meant; else its * ? [ are a pattern.
+    """
     with root.failing():
         fs, path = root._fs, root.path
-        if any(mark in path for mark in "*?["):
-            return sorted(str(each) for each in fs.glob(path))
         if fs.isfile(path):
             return [path]
+        if not fs.exists(path) and any(mark in path for mark in "*?["):
+            return sorted(str(each) for each in fs.glob(path) if fs.isfile(each))
         found = (str(each) for each in fs.find(path)) if fs.exists(path) else ()
         below = len(path.rstrip("/")) + 1
         return sorted(
@@ -60,7 +64,7 @@ def offers(engine: Engine, files: Sequence[str], scheme: Scheme, shops: "ir.Tabl
     try:
         table = engine.read(files)
     except Exception as error:  # each engine has its own
-        raise BadInput(f"the offers cannot be read: {first_line(error)}", place="offers") from None
+        raise BadInput(f"the offers cannot be read: {engines.first_line(error)}", place="offers") from None
     if lacking := [name for name in KEY if name not in table.columns]:
         raise BadInput(
             f"the offers have no column {', '.join(lacking)}",
@@ -68,10 +72,23 @@ def offers(engine: Engine, files: Sequence[str], scheme: Scheme, shops: "ir.Tabl
             hint=f"They have {', '.join(table.columns)[:300]}",
         )
     own = [name for name in PARAMETERS[scheme.by] if name in table.columns]
+    for name in (*KEY, *own):
+        _must_be_of_type(name, table[name].type(), expressions.PLACES.get(name, "string"))
     typed = expressions.with_types(
         table, {name: expressions.PLACES[name] for name in KEY} | dict.fromkeys(own, "string")
     )
     return expressions.with_parameters(typed, shops, scheme)
+
+
+def _must_be_of_type(name: str, kind: Any, wanted: str) -> None:
+    """Engines would convert a number or a text each in its own way, and some values silently."""
+    if wanted == "string":
+        is_right, words = kind.is_string() or kind.is_null(), "text"
+    else:
+        # Spark has no unsigned 64 bits, but for decimals of 20 digits.
+        is_right, words = kind.is_integer() or (kind.is_decimal() and kind.scale == 0), "whole numbers"
+    if not is_right:
+        raise BadInput(f"the column {name} of the offers is of {kind}, and must be of {words}", place="offers")
 
 
 def shops(url: str, scheme: Scheme) -> "ir.Table | None":
@@ -107,7 +124,7 @@ def _records(text: str) -> Iterator[tuple[int, dict[str, str]]]:
     """Records with the line each begins at. A name may be marked with a leading #."""
     record: dict[str, str] = {}
     begins = 1
-    for number, line in enumerate([*text.splitlines(), ""], 1):
+    for number, line in enumerate([*text.split("\n"), ""], 1):  # not splitlines: values may hold what it splits at
         if line.strip():
             if not record:
                 begins = number
@@ -121,9 +138,12 @@ def _records(text: str) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def must_be_whole(engine: Engine, keys: "ir.Table") -> None:
-    """No key may lack a part."""
-    lacking = keys.filter(keys[KEY[0]].isnull() | keys[KEY[1]].isnull() | keys[KEY[2]].isnull() | keys[KEY[3]].isnull())
-    found = engine.rows(lacking.select(*KEY).limit(EXAMPLES_MAX))
+    """No key may lack a part: numbers are from 0, text is not empty. Others could not be looked up."""
+    numbers = (keys.business_id, keys.shop_id, keys.warehouse_id)
+    is_lacking = keys.offer_id.isnull() | (keys.offer_id == "")
+    for number in numbers:
+        is_lacking = is_lacking | number.isnull() | (number < 0)
+    found = engine.rows(keys.filter(is_lacking).select(*KEY).limit(EXAMPLES_MAX))
     if found:
         raise BadInput(f"offers without a whole key: {examples(found)}", place="offers")
 
@@ -140,7 +160,3 @@ def must_be_unique(engine: Engine, keys: "ir.Table") -> None:
 
 def examples(rows: Sequence[dict[str, Any]]) -> str:
     return "; ".join(", ".join(f"{name} {value!r}" for name, value in row.items()) for row in rows)
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:300]

@@ -3,7 +3,7 @@
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -179,21 +179,26 @@ class Master:
     def _brought(self, hold: Hold, last: Published, tell: Tell) -> Stored:
         """The last state on our own cluster, copied from wherever it can be read."""
         failures: list[str] = []
+        is_broken = False
         try:
             state = states.read(self._own, last.path, checksum=last.checksum)
             self._bounded(partial(_verified, state), f"reading {state.where}")
             return state
-        except (NotFound, Unavailable) as error:
+        except NotFound:
+            pass
+        except Unavailable as error:
             failures.append(f"{self._cluster}: {error}")
-            if isinstance(error, FolderBroken):
-                self._drop_broken(last)
+            is_broken = isinstance(error, FolderBroken)
         for cluster in _holders(self._settings, last):
             if cluster == self._cluster:
                 continue
             hold.must_be_held()
             try:
-                source = root_of(self._settings, cluster)
-                found = states.read(source, last.path, checksum=last.checksum)
+                found = states.read(root_of(self._settings, cluster), last.path, checksum=last.checksum)
+                if is_broken:
+                    self._bounded(partial(_verified, found), f"reading {found.where}")
+                    self._own.remove(last.path)  # only now: until here it might have been all that there is
+                    is_broken = False
                 self._copied(found, self._own, tell, f"state copied from {cluster}")
                 return states.read(self._own, last.path, checksum=last.checksum)
             except (NotFound, Unavailable) as error:
@@ -202,14 +207,6 @@ class Master:
             f"{last.version}, the last state of {self._type_name}, can be read from no cluster: {'; '.join(failures)}",
             hint=f"Bring it back, or give it up: keyfold number invalidate --type {self._type_name}",
         )
-
-    def _drop_broken(self, last: Published) -> None:
-        """Our own copy is not what was written: it must not stand in the way of another."""
-        if last.clusters != [self._cluster]:
-            try:
-                self._own.remove(last.path)
-            except Unavailable as error:
-                log.warning("a broken copy stays", path=last.path, error=str(error))
 
     def _given(self, hold: Hold, state: Stored, tell: Tell) -> list[str]:
         """Copy a state to other clusters until enough hold it."""
@@ -412,7 +409,7 @@ class Pruned(msgspec.Struct, frozen=True):
     """What a pruning did."""
 
     dropped: list[str]  # versions that got a tombstone now
-    deleted: list[str]  # versions whose files are gone now
+    deleted: list[str]  # versions that were given up now: their files are gone, or go at the next pruning
     leftovers: int  # folders of runs that were never published
     failures: list[str]
 
@@ -420,7 +417,8 @@ class Pruned(msgspec.Struct, frozen=True):
 def prune_under(hold: Hold, settings: NumberingSettings, type_name: str) -> Pruned:
     """Put tombstones on what is no longer kept, delete what had one for long enough, and what dead masters left.
 
-    A folder that no record names and whose ticket is older than ours can never be published: its master lost the lock.
+    A folder that the record does not name, or has given up, and whose ticket is older than ours can never be published:
+    its master lost the lock.
     """
     if is_strange(hold.record):
         raise Conflict(
@@ -433,31 +431,35 @@ def prune_under(hold: Hold, settings: NumberingSettings, type_name: str) -> Prun
     due = [
         each
         for each in hold.record.states
-        if each.dropped_at_us
+        if each != hold.record.current  # the pointer may have returned to it since
+        and each.dropped_at_us
         and not each.is_deleted
         and now_us - each.dropped_at_us >= settings.grace_hours * 3_600_000_000
     ]
+    # Given up first, under the ticket, and deleted then: the pointer can no longer return to what has lost its files.
+    if due:
+        hold.change(lambda record: model.deleted(record, hold.ticket, [each.checksum for each in due]))
+    named = _paths(each for each in hold.record.states if not each.is_deleted)
+    given_up = _paths(each for each in hold.record.states if each.is_deleted)
     failures: list[str] = []
     leftovers = 0
-    roots = {name: root_of(settings, name) for name in settings.clusters}
-    for state in due:
-        hold.must_be_held()
-        for name, root in roots.items():
-            _removed(root, [state.path, finding.index_path(state.path)], name, failures)
-    if due:
-        # What a cluster could not delete now is one of its leftovers from here on.
-        hold.change(lambda record: model.deleted(record, hold.ticket, [each.checksum for each in due]))
-    kept = [each for each in hold.record.states if not each.is_deleted]
-    named = {path for each in kept for path in (each.path, finding.index_path(each.path))}
-    for name, root in roots.items():
+    for name in settings.clusters:
+        root = root_of(settings, name)
         try:
             found = [f"{type_name}/{each}" for each in root.names(type_name)]
         except Unavailable as error:
             failures.append(f"{name}: {error}")
             continue
-        stale = [path for path in found if path not in named and _ticket_of(path) < hold.ticket]
+        # What was adopted has the ticket of another coordinator, which may be greater than any of ours.
+        _removed(root, [path for path in found if path in given_up], name, failures)
+        stale = [path for path in found if path not in named | given_up and _ticket_of(path) < hold.ticket]
         leftovers += _removed(root, stale, name, failures)
     return Pruned([each.version for each in dropped], [each.version for each in due], leftovers, failures)
+
+
+def _paths(published: Iterable[Published]) -> set[str]:
+    """Where states lie, and their indexes."""
+    return {path for each in published for path in (each.path, finding.index_path(each.path))}
 
 
 def _removed(root: Root, paths: Sequence[str], cluster: str, failures: list[str]) -> int:

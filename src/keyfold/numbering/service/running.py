@@ -11,7 +11,7 @@ from msgspec import Struct
 from keyfold.bulk import engines
 from keyfold.bulk.engines import Engine, EngineName
 from keyfold.bulk.folders import Draft, Root
-from keyfold.core.errors import BadInput, KeyfoldError
+from keyfold.core.errors import BadInput
 from keyfold.numbering import expressions, model
 from keyfold.numbering.expressions import KEY, PLACES
 from keyfold.numbering.model import Reason, Rules, Version
@@ -141,18 +141,8 @@ def _inputs(request: Request) -> "Iterator[tuple[Engine, dict[str, ir.Table] | N
         if request.before is not None:
             held = stack.enter_context(states.at_hand(request.before, ("places", "free"), request.scratch))
             before = {name: states.table(engine, held, name) for name in held}
-        try:
-            yield engine, before, inputs.offers(engine, files, request.scheme, shops)
-        except (KeyfoldError, OSError, MemoryError):
-            raise
-        except Exception as error:
-            if _is_engines(error):
-                raise BadInput(f"{request.engine} failed: {inputs.first_line(error)}") from error
-            raise
-
-
-def _is_engines(error: Exception) -> bool:
-    return type(error).__module__.partition(".")[0] in ("_duckdb", "duckdb", "pyspark", "py4j", "pyarrow", "ibis")
+        stack.enter_context(engines.failing(request.engine))
+        yield engine, before, inputs.offers(engine, files, request.scheme, shops)
 
 
 def _must_follow(request: Request) -> None:

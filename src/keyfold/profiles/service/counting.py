@@ -18,7 +18,7 @@ from keyfold.counters.errors import TimeWrong
 from keyfold.counters.model import TIME_MAX, must_be_time
 from keyfold.profiles import metrics
 from keyfold.profiles.handlers import Event
-from keyfold.profiles.model import Arrived, Asked, EventKey, ProfileKey, Verdict, ask, fingerprint
+from keyfold.profiles.model import Asked, EventKey, LogEvent, ProfileKey, Verdict, ask, fingerprint
 from keyfold.profiles.service.folding import Plan, planned
 from keyfold.profiles.service.holding import held_before, move_held
 from keyfold.profiles.service.product import Product
@@ -29,100 +29,117 @@ from keyfold.profiles.tables import EVENT_MARKS, EVENT_WATERMARKS
 BATCH_UPDATES_MAX = 200_000
 
 
-def count_events(
-    tx: Transaction, product: Product, log_events: Sequence[tuple[str, Event]], *, marked: bool
-) -> list[Verdict]:
+def count_events(tx: Transaction, product: Product, log_events: Sequence[LogEvent], *, marked: bool) -> list[Verdict]:
     """Count events of logs, each once; with `marked` an event's id is remembered, else its position vouches for it."""
     others = not_counted(tx, product, log_events, marked=marked)
     return [others.get(number) or Verdict(event.id, "counted") for number, (_, event) in enumerate(log_events)]
 
 
 def not_counted(
-    tx: Transaction, product: Product, log_events: Sequence[tuple[str, Event]], *, marked: bool
+    tx: Transaction, product: Product, log_events: Sequence[LogEvent], *, marked: bool
 ) -> dict[int, Verdict]:
-    """Count events as `count_events` does; returns only what became of the others, by their place."""
+    """Count events as `count_events` does; returns only what became of the others, by their numbers in the batch."""
     verdicts: dict[int, Verdict] = {}
-    arrived = _in_time(tx, _dated(product, log_events, tx.now_us, verdicts), verdicts, marked=marked)
-    repeats: list[Arrived] = []
+    logs = Counter([log for log, _ in log_events])
+    times = [event.time for _, event in log_events]
+    _must_be_dated(product, log_events, times, tx.now_us, verdicts)
+    _must_be_in_time(tx, log_events, sorted(logs), times, verdicts, marked=marked)
+    arrived: Sequence[int] = range(len(log_events))
+    if verdicts:
+        arrived = [number for number in arrived if number not in verdicts]
+    repeats: list[int] = []
     if marked:
-        arrived, repeats = _unmarked(tx, arrived, verdicts)
-    asked, refused = _asked(product, arrived)
+        arrived, repeats = _unmarked(tx, log_events, arrived, verdicts)
+    asked, refused = _asked(product, log_events, arrived)
     asked = _fold_all(tx, product, asked, refused)
-    if refused:
-        counted = {number for number, _, _ in asked.events}
-        for number, log, event in (*arrived, *repeats):
-            if number not in counted and (log, event.id) in refused:
-                verdicts[number] = Verdict(event.id, "refused", refused[log, event.id])
-        if marked:
-            # Not the marks of what had waited before: that was counted, and waits on.
-            _unmark(tx, [(log, event.id) for _, log, event in arrived if (log, event.id) in refused])
-    _count_verdicts(tx, log_events, verdicts)
+    for number in (*sorted(asked.refused), *repeats) if refused else ():
+        log, event = log_events[number]
+        if (log, event.id) in refused:
+            verdicts[number] = Verdict(event.id, "refused", refused[log, event.id])
+    if marked and refused:
+        # Not the marks of what had waited before: that was counted, and waits on.
+        keys = [(log_events[number][0], log_events[number][1].id) for number in arrived]
+        _unmark(tx, [key for key in keys if key in refused])
+    _count_verdicts(tx, log_events, logs, verdicts)
     return verdicts
 
 
-def _dated(
-    product: Product, log_events: Sequence[tuple[str, Event]], now_us: int, verdicts: dict[int, Verdict]
-) -> list[Arrived]:
+def _must_be_dated(
+    product: Product,
+    log_events: Sequence[LogEvent],
+    times: Sequence[int],
+    now_us: int,
+    verdicts: dict[int, Verdict],
+) -> None:
     """Refuse times that cannot be kept."""
     now, future = now_us // 1_000_000, product.settings.future_seconds_max
-    arrived = [(number, log, event) for number, (log, event) in enumerate(log_events)]
-    latest = min(TIME_MAX, now + future)
-    wrong = [each for each in arrived if not 1 <= each[2].time <= latest]
-    for number, _, event in wrong:
+    if not times or (min(times) >= 1 and max(times) <= min(TIME_MAX, now + future)):
+        return
+    for number, (_, event) in enumerate(log_events):
         try:
             must_be_time(event.time, now, future)
         except TimeWrong as error:
             verdicts[number] = Verdict(event.id, "refused", str(error))
-    return [each for each in arrived if each[0] not in verdicts] if wrong else arrived
 
 
-def _in_time(tx: Transaction, arrived: list[Arrived], verdicts: dict[int, Verdict], *, marked: bool) -> list[Arrived]:
+def _must_be_in_time(
+    tx: Transaction,
+    log_events: Sequence[LogEvent],
+    logs: Sequence[str],
+    times: Sequence[int],
+    verdicts: dict[int, Verdict],
+    *,
+    marked: bool,
+) -> None:
     """Leave out what is older than its log's watermark: its mark may be gone, so it cannot be told from a repeat."""
-    logs = sorted({log for _, log, _ in arrived})
     edges = {log: time for (log,), (time,) in load(tx, EVENT_WATERMARKS, {"log": logs}, ("time",)).items()}
-    late = [each for each in arrived if each[2].time < edges.get(each[1], 0)] if edges else []
-    if not late:
-        return arrived
+    if not edges or min(times) >= max(edges.values()):
+        return
+    late = [
+        (number, log, event)
+        for number, (log, event) in enumerate(log_events)
+        if event.time < edges.get(log, 0) and number not in verdicts
+    ]
     known = _marks(tx, [(log, event.id) for _, log, event in late]) if marked else {}
     for number, log, event in late:
         if (log, event.id) in known:
             verdicts[number] = _repeat(event, known[log, event.id], fingerprint(event.fields))
         else:
             verdicts[number] = Verdict(event.id, "late", f"its time {event.time} lies before {edges[log]}")
-    return [each for each in arrived if each[0] not in verdicts]
 
 
 def _unmarked(
-    tx: Transaction, arrived: Sequence[Arrived], verdicts: dict[int, Verdict]
-) -> tuple[list[Arrived], list[Arrived]]:
+    tx: Transaction, log_events: Sequence[LogEvent], arrived: Sequence[int], verdicts: dict[int, Verdict]
+) -> tuple[Sequence[int], list[int]]:
     """Mark events; returns those that are new, and those that repeat one of them within this batch.
 
     Fingerprints are taken before a handler has seen the event.
     """
-    prints = [fingerprint(event.fields) for _, _, event in arrived]
-    keys = [(log, event.id) for _, log, event in arrived]
+    some = [log_events[number] for number in arrived]
+    prints = [fingerprint(event.fields) for _, event in some]
+    keys = [(log, event.id) for log, event in some]
     # Where the first of an id stands; from behind, so that it is the one that stays.
     first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
     at_first = sorted(first.values())
     marks: Columns = {
-        "log": [arrived[at][1] for at in at_first],
-        "event_id": [arrived[at][2].id for at in at_first],
+        "log": [some[at][0] for at in at_first],
+        "event_id": [some[at][1].id for at in at_first],
         "fingerprint": [prints[at] for at in at_first],
-        "time": [arrived[at][2].time for at in at_first],
+        "time": [some[at][1].time for at in at_first],
     }
     inserted = insert_new(tx, EVENT_MARKS, marks)
     if len(inserted) == len(arrived):
-        return list(arrived), []
+        return arrived, []
     known = _marks(tx, [key for key in first if key not in inserted])
-    new: list[Arrived] = []
-    repeats: list[Arrived] = []
-    for at, (key, (number, log, event)) in enumerate(zip(keys, arrived, strict=True)):
+    new: list[int] = []
+    repeats: list[int] = []
+    for at, (key, number) in enumerate(zip(keys, arrived, strict=True)):
         if key in inserted and first[key] == at:
-            new.append((number, log, event))
+            new.append(number)
             continue
-        verdicts[number] = _repeat(event, known[key] if key in known else prints[first[key]], prints[at])
+        verdicts[number] = _repeat(some[at][1], known[key] if key in known else prints[first[key]], prints[at])
         if key in inserted:
-            repeats.append((number, log, event))
+            repeats.append(number)
     return new, repeats
 
 
@@ -142,9 +159,11 @@ def _unmark(tx: Transaction, keys: Sequence[EventKey]) -> None:
     delete(tx, EVENT_MARKS, {"log": [log for log, _ in keys], "event_id": [event_id for _, event_id in keys]})
 
 
-def _asked(product: Product, arrived: Sequence[Arrived]) -> tuple[Asked, dict[EventKey, str]]:
+def _asked(
+    product: Product, log_events: Sequence[LogEvent], arrived: Sequence[int]
+) -> tuple[Asked, dict[EventKey, str]]:
     """Let the handlers read the events that are new; and why some are refused."""
-    asked, refused = ask(product.writing, arrived)
+    asked, refused = ask(product.writing, log_events, arrived)
     updates = len(asked.updates)
     if updates > BATCH_UPDATES_MAX and len(arrived) > 1:
         raise TooLarge(f"{updates} updates in one batch, {BATCH_UPDATES_MAX} are allowed", hint="Send fewer events")
@@ -160,7 +179,7 @@ def _fold_all(tx: Transaction, product: Product, asked: Asked, refused: dict[Eve
         asked = asked.without(refused)
         # What had waited before and cannot be kept now waits on, and is not looked at in this batch.
         held = {place: [h for h in here if (h.log, h.event_id) not in refused] for place, here in held.items()}
-    product.pin(tx, {counter.id for counter, _, _, _ in asked.updates})
+    product.pin(tx, {each[0].id for each in asked.updates})
     _write(tx, product, stored, plan)
     return asked
 
@@ -202,10 +221,11 @@ def _count_folds(product: Product, plan: Plan) -> None:
         metrics.LOST_WEIGHT.labels(name, "ExpireDays").inc(abs(to_expire_days))
 
 
-def _count_verdicts(tx: Transaction, log_events: Sequence[tuple[str, Event]], others: Mapping[int, Verdict]) -> None:
-    arrived = Counter([log for log, _ in log_events])
+def _count_verdicts(
+    tx: Transaction, log_events: Sequence[LogEvent], logs: Counter[str], others: Mapping[int, Verdict]
+) -> None:
     counts = Counter((log_events[at][0], verdict.status) for at, verdict in others.items())
-    for log, number in (arrived - Counter(log_events[at][0] for at in others)).items():
+    for log, number in (logs - Counter(log_events[at][0] for at in others)).items():
         counts[log, "counted"] = number
 
     def count() -> None:

@@ -28,15 +28,14 @@ class Plan(Struct):
 
 def _columns(product: Product, asked: Asked) -> Updates:
     """What was asked for, none of it owned, as the kernel takes it."""
-    counters, keys, values, _ = zip(*asked.updates, strict=True) if asked.updates else ((), (), (), ())
-    size = np.array(asked.size, np.int64)
+    log_events, updates, size = asked.log_events, asked.updates, np.array(asked.size, np.int64)
     return _updates(
         product,
         profile=np.repeat(np.array(asked.profile, np.int64), size),
-        counter=[counter.id for counter in counters],
-        key=keys,
-        value=values,
-        time=np.repeat(np.array([asked.events[at][2].time for at in asked.event], np.int64), size),
+        counter=[each[0].id for each in updates],
+        key=[each[1] for each in updates],
+        value=[each[2] for each in updates],
+        time=np.repeat(np.array([log_events[number][1].time for number in asked.event], np.int64), size),
     )
 
 

@@ -25,6 +25,8 @@ from keyfold.profiles.service.storing import keys_of
 from keyfold.profiles.settings import ClientView
 from keyfold.profiles.tables import KEY_FREQUENCIES, PROFILE_TOTALS, PROFILES
 
+Found = Mapping[tuple[Any, ...], tuple[Any, ...]]
+
 
 class LeftOut(Struct, frozen=True):
     """A counter that was not given, and why."""
@@ -96,26 +98,30 @@ def read_profiles(
     found = load(tx, PROFILES, keys_of(keys), ("body", "segments", "public_version"))
     # Whoever is read with others is looked up among the held back whether or not anything is there.
     held = _confirmed(tx, product, [ids for ids, _ in entries if len(ids) > 1])
-    rows = [[row for key in ids if (row := found.get(key)) is not None and row[2]] for ids, _ in entries]
+    rows = [_public(found, ids) for ids, _ in entries]
     _must_not_be_too_much(product, rows)
     read: list[Read] = []
     for (ids, view), own, passed_on in zip(entries, rows, _passed_on(product, entries, rows, now), strict=True):
-        if len(own) == 1:
-            _, stored_segments, version = own[0]
-            segments = _segments(own) if stored_segments and view.segments else []
-        else:
-            segments = _segments(own) if view.segments else []
-            version = sum([row[2] for row in own])
+        if passed_on is None:
+            read.append(_looked_at(product, ids, view, own, held, now))
+            continue
+        _, stored_segments, version = own[0]
+        segments = _segments(own) if stored_segments and view.segments else []
         if isinstance(passed_on, bytes):
             read.append(Read(ids[0], [], segments, version, "", passed_on))
-            continue
-        packs, problem = passed_on, ""
-        if packs is None:
-            packs, problem = _looked_at(product, ids, view, own, held, now)
-        read.append(Read(ids[0], packs, segments, version, problem))
+        else:
+            read.append(Read(ids[0], passed_on, segments, version))
     if any(view.weighted for _, view in entries):
         return weighted(tx, product, read, [view.weighted for _, view in entries])
     return read
+
+
+def _public(found: Found, ids: Sequence[ProfileKey]) -> list[tuple[Any, ...]]:
+    """The rows of one person, without those of which nothing is public."""
+    if len(ids) == 1:
+        row = found.get(ids[0])
+        return [row] if row is not None and row[2] else []
+    return [row for key in ids if (row := found.get(key)) is not None and row[2]]
 
 
 def _must_not_be_too_much(product: Product, rows: Sequence[Sequence[tuple[Any, ...]]]) -> None:
@@ -132,9 +138,6 @@ def stored_bodies(tx: Transaction, keys: Sequence[ProfileKey]) -> dict[ProfileKe
     return {(key[0], key[1]): bytes(row[0]) for key, row in load(tx, PROFILES, keys_of(keys), ("body",)).items()}
 
 
-Found = Mapping[tuple[Any, ...], tuple[Any, ...]]
-
-
 def _passed_on(
     product: Product,
     entries: Sequence[tuple[Sequence[ProfileKey], View]],
@@ -147,9 +150,11 @@ def _passed_on(
     last: View | None = None
     alike: list[int] = []
     for index, (ids, view) in enumerate(entries):
-        if len(ids) == 1 and rows[index] and view.counters and not view.at_now:
-            if view is not last:  # the people of one request share their view
-                last, alike = view, by_wish.setdefault((view.counters, view.written), [])
+        if view is not last:  # the people of one request share their view
+            last, alike = view, []
+            if view.counters and not view.at_now:
+                alike = by_wish.setdefault((view.counters, view.written), alike)
+        if len(ids) == 1 and rows[index]:
             alike.append(index)
     for (wanted, written), places in by_wish.items():
         passed_on = _written if written else _packs
@@ -182,20 +187,22 @@ def _looked_at(
     rows: Sequence[tuple[Any, ...]],
     held: Mapping[ProfileKey, list[tuple[int, Held]]],
     now: int,
-) -> tuple[list[Pack], str]:
-    """The packs of one person where they cannot be passed on as they lie; or why they cannot be read at all.
+) -> Read:
+    """One person of whom no stored profile can be passed on as it lies.
 
     A profile that is broken in the store is no fault of the caller, nor of the others that were asked for.
     """
+    packs, problem = list[Pack](), ""
     try:
-        if not view.counters:
-            return [], ""
-        if len(ids) == 1:
-            return (packs_of(product.catalog, bytes(rows[0][0]), view, now) if rows else []), ""
-        merged = merged_profile(product, [bytes(row[0]) for row in rows], [held.get(key, []) for key in ids], now)
-        return _picked(merged, view, now), ""
+        if view.counters and len(ids) > 1:
+            merged = merged_profile(product, [bytes(row[0]) for row in rows], [held.get(key, []) for key in ids], now)
+            packs = _picked(merged, view, now)
+        elif view.counters and rows:
+            packs = packs_of(product.catalog, bytes(rows[0][0]), view, now)
     except PackWrong as error:
-        return [], str(error)
+        problem = str(error)
+    segments = _segments(rows) if view.segments else []
+    return Read(ids[0], packs, segments, sum([row[2] for row in rows]), problem)
 
 
 def merged_profile(

@@ -6,7 +6,6 @@ row name it. Files that no row names are deleted some time later.
 
 import contextlib
 import errno
-import itertools
 import os
 import shutil
 import time
@@ -23,7 +22,7 @@ from msgspec import Struct
 
 from keyfold.core.context import Context
 from keyfold.core.errors import NotFound, StoreFull, Unavailable
-from keyfold.core.files import arrow_and_parquet, sync
+from keyfold.core.files import arrow_and_parquet, make_folder, sync
 from keyfold.core.store import Store, Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import insert, load
@@ -234,7 +233,7 @@ class Snapshots:
         """A folder to write to, aside."""
         aside = self.aside(segment_id, name)
         with told():
-            _make_folder(aside.parent)
+            make_folder(aside.parent)
             aside.mkdir()
         return aside
 
@@ -356,14 +355,6 @@ def _delete(folder: Path) -> bool:
         return False
     shutil.rmtree(gone, ignore_errors=True)
     return True
-
-
-def _make_folder(folder: Path) -> None:
-    """Make a folder and those above it that are not there, each of them to stay after a loss of power."""
-    missing = list(itertools.takewhile(lambda each: not each.is_dir(), (folder, *folder.parents)))
-    for each in reversed(missing):
-        each.mkdir(exist_ok=True)
-        sync(each.parent)
 
 
 @contextlib.contextmanager

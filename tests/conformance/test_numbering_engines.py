@@ -1,0 +1,156 @@
+"""Every engine of numbering computes what the oracle says, run after run, whatever the keys and the requests are."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from keyfold.bulk.engines import EngineName
+from keyfold.bulk.folders import Root
+from keyfold.core.errors import BadInput
+from keyfold.numbering.model import Key, Outcome, State
+from keyfold.numbering.service import finding, running, states
+from keyfold.numbering.service.states import Stored
+from tests.numbering_runs import (
+    SCHEMES,
+    TEXTS,
+    Step,
+    expect,
+    history,
+    outcome,
+    places,
+    run_step,
+    shards,
+    summary,
+    write_offers,
+)
+from tests.numbering_runs import request as asked
+from tests.servers.spark import SparkCluster
+
+
+def check_history(steps: list[Step], folder: Path, engine: EngineName) -> list[Outcome]:
+    """Do the runs one after the other, and compare each with the oracle."""
+    before: Stored | None = None
+    known: State | None = None
+    found: list[Outcome] = []
+    for number, step in enumerate(steps):
+        expected = expect(step, known)
+        before = run_step(step, folder, f"run{number}", before, engine=engine)
+        states.verify(before)
+        written = outcome(before)
+        assert written == expected
+        assert before.manifest.shards == shards(expected.state)
+        size = sum(entry.bytes for entry in before.manifest.files)
+        assert before.manifest.summary == summary(expected, known, size)
+        known = expected.state
+        found.append(written)
+    return found
+
+
+@pytest.mark.spec("NUM-01", "NUM-02", "NUM-03", "NUM-04", "NUM-05", "NUM-07", "NUM-09")
+@pytest.mark.parametrize("seed", range(30))
+def test_duckdb_computes_what_the_oracle_says(tmp_path: Path, seed: int) -> None:
+    check_history(history(Random(seed), 5), tmp_path, "duckdb")
+
+
+@pytest.mark.spec("NUM-02", "NUM-04", "NUM-07", "NUM-09")
+@pytest.mark.xdist_group("spark")
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("spark_session")
+@pytest.mark.parametrize(("seed", "runs"), [(2, 3), (5, 2)])
+def test_spark_writes_what_duckdb_writes(tmp_path: Path, seed: int, runs: int) -> None:
+    steps = history(Random(seed), runs)
+    for engine in ("duckdb", "spark"):
+        (tmp_path / engine).mkdir()
+    assert check_history(steps, tmp_path / "duckdb", "duckdb") == check_history(steps, tmp_path / "spark", "spark")
+
+
+@pytest.mark.spec("NUM-02", "NUM-09")
+@pytest.mark.xdist_group("spark")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("engine", ["duckdb", "spark"])
+def test_new_keys_take_places_in_the_order_of_their_bytes(
+    tmp_path: Path, engine: EngineName, request: pytest.FixtureRequest
+) -> None:
+    if engine == "spark":
+        request.getfixturevalue("spark_session")
+    keys = [Key(1, text, 1, 1) for text in TEXTS]
+    url = write_offers(tmp_path / "offers.parquet", reversed(keys))
+    state = running.run(asked(url, tmp_path / "state", scheme=SCHEMES[3], engine=engine))
+    in_order = sorted(places(state), key=lambda key: places(state)[key].place)
+    assert in_order == sorted(keys, key=lambda key: key.offer_id.encode())
+
+
+@pytest.mark.spec("NUM-09")
+@pytest.mark.xdist_group("spark")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [
+        ("duckdb", 'it\'s a "state" %20 é'),
+        ("duckdb", "[x]"),
+        ("duckdb", "?*"),
+        ("duckdb", "generation=77"),
+        ("spark", 'generation=77 it\'s a "state" %20 é [x]*?{a,b} $1'),
+        ("spark", "\\?"),
+    ],
+)
+def test_a_folder_may_have_any_name(
+    tmp_path: Path, engine: EngineName, name: str, request: pytest.FixtureRequest
+) -> None:
+    """Engines take some names for patterns, and some for columns; beside each lies what the pattern would find."""
+    if engine == "spark":
+        request.getfixturevalue("spark_session")
+    keys = [Key(1, text, 1, 1) for text in TEXTS]
+    decoy = tmp_path / "x" / "run1"
+    running.run(asked(write_offers(tmp_path / "x" / "offers.parquet", keys[:1]), decoy))
+    folder = tmp_path / name
+    first = running.run(asked(write_offers(folder / "offers.parquet", keys[:9]), folder / "run1", engine=engine))
+    second = running.run(asked(write_offers(folder / "more.parquet", keys), folder / "run2", first, engine=engine))
+    assert all(places(second)[key].place == held.place for key, held in places(first).items())
+    assert sorted(places(second)) == sorted(keys)
+    assert {held.generation for held in places(second).values()} == {0, 1}
+    if "\\" in name:
+        return
+    finding.build(second, 500)
+    with finding.Index(second) as index:
+        assert {key: found.place for key, found in index.by_keys(keys).items()} == {
+            key: held.place for key, held in places(second).items()
+        }
+
+
+@pytest.mark.spec("NUM-09")
+def test_duckdb_refuses_a_folder_that_it_would_take_for_another(tmp_path: Path) -> None:
+    offers = write_offers(tmp_path / "offers.parquet", [Key(1, "a", 1, 1)])
+    with pytest.raises(BadInput, match="backslash"):
+        running.run(asked(offers, tmp_path / "\\[x]" / "state"))
+    assert list((tmp_path / "\\[x]").iterdir()) == []
+
+
+@pytest.mark.spec("NUM-08", "NUM-09")
+@pytest.mark.xdist_group("spark")
+@pytest.mark.timeout(600)
+def test_spark_is_configured_as_spark_is(tmp_path: Path, spark_cluster: SparkCluster) -> None:
+    """The command runs where spark-defaults.conf in SPARK_CONF_DIR says."""
+    spark_cluster.write_defaults(tmp_path)
+    seen = spark_cluster.applications()
+    offers = write_offers(tmp_path / "offers.parquet", [Key(1, text, 1, 1) for text in TEXTS])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SPARK_", "PYSPARK_"))}
+    answer = subprocess.run(
+        [
+            *(str(Path(sys.executable).with_name("keyfold")), "number", "run", "--engine", "spark"),
+            *("--input-offers-table", offers, "--output-state-table", str(tmp_path / "state")),
+        ],
+        env={**environment, "SPARK_CONF_DIR": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert answer.returncode == 0, answer.stderr
+    state = states.read(Root(str(tmp_path / "state")))
+    assert len(places(state)) == len(TEXTS)
+    assert spark_cluster.applications() - seen
