@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from keyfold.bulk.folders import FolderBroken, Root
-from keyfold.core.errors import NotFound
 from keyfold.numbering.model import Key, Place
 from keyfold.numbering.service import finding, running
-from keyfold.numbering.service.finding import Index
+from keyfold.numbering.service.finding import Index, IndexLacking
 from keyfold.numbering.service.states import Stored
 from keyfold.numbering.sharding import Scheme
 from tests.numbering_runs import places, request, some_key, write_offers
@@ -136,14 +135,14 @@ def test_an_index_that_is_damaged_is_refused(
 
 
 @pytest.mark.spec("NUM-13")
-def test_an_index_of_another_state_is_refused_and_none_is_not_found(tmp_path: Path) -> None:
+def test_an_index_of_another_state_is_refused_and_so_is_none(tmp_path: Path) -> None:
     state = made(large_keys(10), tmp_path, tmp_path / "state")
     other = made(large_keys(20), tmp_path, tmp_path / "other")
     (tmp_path / "state.index").rename(tmp_path / "aside")
-    with pytest.raises(NotFound, match="no look-up index"):
+    with pytest.raises(IndexLacking, match="no look-up index"):
         Index(state)
     (tmp_path / "other.index").rename(tmp_path / "state.index")
     with pytest.raises(FolderBroken, match="another state"):
         Index(state)
-    with pytest.raises(NotFound):
+    with pytest.raises(IndexLacking):
         Index(other)

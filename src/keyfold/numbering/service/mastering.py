@@ -440,7 +440,7 @@ def prune_under(hold: Hold, settings: NumberingSettings, type_name: str) -> Prun
     if due:
         hold.change(lambda record: model.deleted(record, hold.ticket, [each.checksum for each in due]))
     named = _paths(each for each in hold.record.states if not each.is_deleted)
-    given_up = _paths(each for each in hold.record.states if each.is_deleted)
+    given_up, given_up_now = _paths(each for each in hold.record.states if each.is_deleted), _paths(due)
     failures: list[str] = []
     leftovers = 0
     for name in settings.clusters:
@@ -451,9 +451,9 @@ def prune_under(hold: Hold, settings: NumberingSettings, type_name: str) -> Prun
             failures.append(f"{name}: {error}")
             continue
         # What was adopted has the ticket of another coordinator, which may be greater than any of ours.
-        _removed(root, [path for path in found if path in given_up], name, failures)
-        stale = [path for path in found if path not in named | given_up and _ticket_of(path) < hold.ticket]
-        leftovers += _removed(root, stale, name, failures)
+        stale = [path for path in found if path in given_up or (path not in named and _ticket_of(path) < hold.ticket)]
+        _removed(root, [path for path in stale if path in given_up_now], name, failures)
+        leftovers += _removed(root, [path for path in stale if path not in given_up_now], name, failures)
     return Pruned([each.version for each in dropped], [each.version for each in due], leftovers, failures)
 
 
