@@ -45,7 +45,7 @@ class Served:
             self.process = subprocess.Popen(
                 command,
                 cwd=directory,
-                env={**inherited, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environ},
+                env={**inherited, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PYTHONUNBUFFERED": "1", **environ},
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )

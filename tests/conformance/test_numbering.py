@@ -451,6 +451,30 @@ def test_a_state_is_read_wherever_a_master_has_brought_it(tmp_path: Path) -> Non
         assert product.run(1, 2, 3, cluster="fourth").version == "1.0.0.1"
 
 
+@pytest.mark.spec("NUM-10", "NUM-05")
+def test_a_store_that_was_set_back_uses_no_version_again(tmp_path: Path) -> None:
+    file = tmp_path / "keyfold.db"
+    with opened(f"sqlite:///{file}", tmp_path) as product:
+        product.run(1, 2)
+    backup = file.read_bytes()
+    with opened(f"sqlite:///{file}", tmp_path) as product:
+        product.run(1, 2, 3)
+        lost = product.run(1, 2, 3, 4)
+        kept = places(product.last())
+    file.write_bytes(backup)
+    with opened(f"sqlite:///{file}", tmp_path) as product:
+        with pytest.raises(Conflict, match="keyfold number adopt --over"):
+            product.run(1, 2, 5)
+        with pytest.raises(Conflict, match="--over"):
+            mastering.adopt(product.context, product.settings, "main", "tester")
+        record = mastering.adopt(product.context, product.settings, "main", "tester", is_over=True)
+        assert record.current is not None
+        assert record.current.checksum == lost.checksum
+        assert product.run(1, 2, 3, 4, 5).version == "1.0.1.0"
+        assert {each: places(product.last())[each] for each in kept} == kept
+        assert product.run(1, 2, 3, 4, 5, 6).version == "1.0.1.1"
+
+
 @pytest.mark.spec("NUM-10")
 def test_a_first_master_that_died_stands_in_nobodys_way(small: Numbering, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Master, "_publish", lambda *_: (_ for _ in ()).throw(SystemExit(9)))

@@ -33,8 +33,6 @@ from keyfold.segments.service import describing, evaluating, queueing, reading, 
 from keyfold.segments.service.sources import must_be_condition
 from keyfold.segments.service.uploading import Uploads
 from tests.segments import Segments, opened
-from tests.servers.java import find_java
-from tests.servers.process import ServerUnavailable
 
 ENDS = [0, 1, 2**63 - 1, 2**63, 2**64 - 1]
 
@@ -560,11 +558,9 @@ def test_a_condition_that_cannot_be_evaluated_says_so(tmp_path: Path, condition:
 
 
 @pytest.mark.spec("SEG-10")
+@pytest.mark.xdist_group("spark")
+@pytest.mark.usefixtures("spark_session")
 def test_spark_evaluates_to_the_same_snapshot_as_duckdb(tmp_path: Path) -> None:
-    try:
-        find_java()
-    except ServerUnavailable as error:
-        pytest.skip(f"Spark needs Java: {error}")
     people = tmp_path / "people.parquet"
     users = [2**64 - 1, 7, 2**63, 7, 0, 12]
     rows = {

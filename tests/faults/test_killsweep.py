@@ -17,7 +17,7 @@ from tests.faults.segment_scenario import SEGMENTS
 # A run of segments takes a quarter of a second, and has some 1,500 points.
 SEGMENTS_THIN = 6
 # A run of numbering takes two seconds with what follows it, and has some 1,310 points.
-NUMBERING_THIN = 15
+NUMBERING_THIN = 30
 NUMBERING_ERRORS_THIN = 4
 
 pytestmark = [pytest.mark.spec("CORE-02", "CORE-06", "CORE-08"), pytest.mark.timeout(TIMEOUT_SECONDS)]

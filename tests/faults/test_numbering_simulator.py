@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.timeout(TIMEOUT_SECONDS),
 ]
 
-SEEDS = 60
+SEEDS = 30
 
 
 @pytest.mark.fault("crash between two steps", "numbering")

@@ -11,7 +11,7 @@ import pytest
 from tests.servers.kafka import KafkaServer
 from tests.servers.postgres import PostgresServer
 from tests.servers.process import ServerProcess, ServerUnavailable
-from tests.servers.spark import DRIVER_SETTINGS, SparkCluster
+from tests.servers.spark import SparkCluster
 from tests.servers.zookeeper import ZooKeeperServer
 
 Server = TypeVar("Server", bound=ServerProcess)
@@ -50,20 +50,23 @@ def spark_cluster() -> Iterator[SparkCluster]:
 
 
 @pytest.fixture(scope="session")
-def spark_session(spark_cluster: SparkCluster) -> Iterator[Any]:
-    """The session of this process, on the cluster: whatever in the product asks for Spark is given this one."""
+def spark_session(spark_cluster: SparkCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The session of this process, on the cluster that spark-defaults.conf names, as the product opens it."""
     from pyspark.sql import SparkSession
 
-    if (before := SparkSession.getActiveSession()) is not None:
-        before.stop()
-    builder = SparkSession.builder.appName("tests").master(spark_cluster.url)
-    for name, value in DRIVER_SETTINGS.items():
-        builder = builder.config(name, value)
-    session = builder.getOrCreate()
-    try:
-        yield session
-    finally:
-        session.stop()
+    from keyfold.bulk.engines import spark_connection
+
+    assert SparkSession.getActiveSession() is None, "a test of this process has opened Spark without a cluster"
+    folder = tmp_path_factory.mktemp("spark")
+    spark_cluster.write_defaults(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SPARK_MASTER", raising=False)
+        patch.setenv("SPARK_CONF_DIR", str(folder))
+        session = spark_connection("tests")._session
+        try:
+            yield session
+        finally:
+            session.stop()
 
 
 @pytest.fixture

@@ -29,7 +29,11 @@ DRIVER_SETTINGS = {
     # As a cluster of older jobs may have it.
     "spark.sql.ansi.enabled": "false",
     # 200 by default: a task each, which is most of the time of a test.
-    "spark.sql.shuffle.partitions": "3",
+    "spark.sql.shuffle.partitions": "2",
+    # Compiling a query, and what was compiled once more, takes longer than a test's few rows.
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
 }
 
 
@@ -124,11 +128,6 @@ class SparkCluster(_SparkProcess):
         except (OSError, ValueError):
             return {}
         return found
-
-    def applications(self) -> set[str]:
-        """Those that were ever run here."""
-        status = self.status()
-        return {each["id"] for name in ("activeapps", "completedapps") for each in status[name]}
 
     def write_defaults(self, folder: Path) -> None:
         """A folder for SPARK_CONF_DIR, with the settings of a driver that uses this cluster."""

@@ -370,12 +370,18 @@ def invalidate(
 
 
 @app.command()
-def adopt(ctx: typer.Context, type_name: TypeOption = "main") -> Answer:
+def adopt(
+    ctx: typer.Context,
+    over: Annotated[
+        bool, typer.Option("--over", help="Also where the coordinator knows states: its store was set back.")
+    ] = False,
+    type_name: TypeOption = "main",
+) -> Answer:
     """Go on under a new coordinator from the newest state that the clusters have; the next run raises V."""
     from keyfold.numbering.service import mastering
 
     context, settings = _opened(ctx)
-    record = mastering.adopt(context, settings, type_name, ACTOR)
+    record = mastering.adopt(context, settings, type_name, ACTOR, is_over=over)
     assert record.current is not None
     return Answer(
         data=record,

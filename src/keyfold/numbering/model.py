@@ -383,10 +383,10 @@ def adopt(record: Record, state: Published, others: Sequence[Published], rebuild
     The others are dropped: nobody knows which of them were ever published, but some may still be read.
     """
     _must_hold(record, state.ticket)
-    if record.states:
-        raise Conflict("there are states already")
+    found = {state.checksum, *(each.checksum for each in others)}
     dropped = [structs.replace(each, invalid="of another coordinator", dropped_at_us=now_us) for each in others]
-    return structs.replace(record, states=[*dropped, state], rebuild_next=rebuild_next, is_cut=True)
+    states = [*(each for each in record.states if each.checksum not in found), *dropped, state]
+    return structs.replace(record, states=states, rebuild_next=max(record.rebuild_next, rebuild_next), is_cut=True)
 
 
 def to_drop(record: Record, *, states_kept: int, rebuilds_kept: int) -> list[Published]:

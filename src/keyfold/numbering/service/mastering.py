@@ -28,6 +28,7 @@ from keyfold.numbering.settings import NumberingSettings, type_named
 log = structlog.get_logger(__name__)
 
 Tell = Callable[[str], None]
+NO_TICKET = 2**63
 
 
 class StateLost(Unavailable):
@@ -135,6 +136,7 @@ class Master:
     def _made(self, hold: Hold, request: Request, tell: Tell) -> tuple[Stored, list[str]]:
         """A new state, on as many clusters as it must be."""
         begin(hold, self._settings, self._type_name)
+        must_be_newest(hold, self._settings, self._type_name)
         record = hold.record
         before = self._brought(hold, record.current, tell) if record.current else None
         path = f"{self._type_name}/{hold.ticket}-{uuid.uuid4().hex}"
@@ -339,13 +341,40 @@ def begin(hold: Hold, settings: NumberingSettings, type_name: str) -> None:
     hold.change(lambda record: model.begin(record, hold.ticket))
 
 
+def must_be_newest(hold: Hold, settings: NumberingSettings, type_name: str) -> None:
+    """A coordinator that was set back, by a backup of its store, must not use versions again that were published since.
+
+    Tickets only grow: a state that was made under a greater one than ours, and is not known, was published after it.
+    """
+    known = {each.path for each in hold.record.states}
+    for cluster in settings.clusters:
+        try:
+            names = root_of(settings, cluster).names(type_name)
+        except Unavailable as error:
+            log.warning("whether a cluster has newer states is not known", cluster=cluster, error=str(error))
+            continue
+        for name in names:
+            is_state = not name.endswith(finding.INDEX) and folders.WRITING not in name
+            if is_state and hold.ticket < _ticket_of(name) < NO_TICKET and f"{type_name}/{name}" not in known:
+                hold.must_be_held()
+                raise Conflict(
+                    f"{cluster} has {name}, which is newer than what the coordinator knows of {type_name}",
+                    hint=f"If its store was set back: keyfold number adopt --over --type {type_name}",
+                )
+
+
 def is_strange(record: Record) -> bool:
     """Whether the clusters may have states that this coordinator never heard of."""
     return not record.states and not record.is_begun
 
 
-def adopt(context: Context, settings: NumberingSettings, type_name: str, master: str) -> Record:
-    """Go on, under a new coordinator, from the newest state that clusters have; the next run raises V."""
+def adopt(
+    context: Context, settings: NumberingSettings, type_name: str, master: str, *, is_over: bool = False
+) -> Record:
+    """Go on, under a new coordinator, from the newest state that clusters have; the next run raises V.
+
+    With `is_over` also where the coordinator knows states: it was set back, and the clusters have newer ones.
+    """
     number = type_named(settings, type_name).number
     found = [
         (state, cluster)
@@ -358,8 +387,11 @@ def adopt(context: Context, settings: NumberingSettings, type_name: str, master:
     with coordinating.locked(context, settings, type_name, master) as hold:
         if hold is None:
             raise LockTaken(f"a master holds the lock of {type_name}")
-        if hold.record.states:
-            raise Conflict(f"the coordinator knows states of {type_name} already", hint="keyfold number history")
+        if hold.record.states and not is_over:
+            raise Conflict(
+                f"the coordinator knows states of {type_name} already",
+                hint="keyfold number history; if it was set back: --over",
+            )
         for newest, _ in sorted(found, key=lambda each: (each[0].version, each[0].manifest.run), reverse=True):
             holders = [cluster for state, cluster in found if state.checksum == newest.checksum]
             candidate = _published(newest, holders, hold.ticket)
@@ -476,7 +508,7 @@ def _removed(root: Root, paths: Sequence[str], cluster: str, failures: list[str]
 def _ticket_of(path: str) -> int:
     """The ticket that a folder was made under; what has none in its name is not ours to delete."""
     text = path.rpartition("/")[2].partition("-")[0]
-    return int(text) if text.isdigit() else 2**63
+    return int(text) if text.isascii() and text.isdigit() else NO_TICKET
 
 
 def readable(settings: NumberingSettings, state: Published) -> bool:

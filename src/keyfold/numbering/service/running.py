@@ -99,7 +99,7 @@ def run(request: Request, tell: Callable[[str], None] = lambda _: None) -> Store
         draft = Draft(request.target, request.path, request.scratch)
         try:
             made = _numbered(request, engine, before, offers, draft, tell)
-            _must_add_up(request, made.shards)
+            _must_add_up(request, made)
             tell("checked")
             files = draft.files()
             summary = _with_bytes(made.summary, sum(each.bytes for each in files))
@@ -322,10 +322,12 @@ def _rebuilt(
     return _Made(reason, version, _shards(figures, by_shard, {}), _summary(figures, new_count, 0, expired_count))
 
 
-def _must_add_up(request: Request, shards: list[Shard]) -> None:
+def _must_add_up(request: Request, made: _Made) -> None:
     """Whoever has a place is counted where it was given and where it was written: both say the same, or we stop."""
-    for shard in shards:
-        if shard.places + shard.free != shard.size or shard.top > shard.size:
+    before = request.before.manifest.shards if request.before and made.reason in ("", "restart") else []
+    known = {shard.shard_id: shard.unaccounted for shard in before}
+    for shard in made.shards:
+        if shard.unaccounted != known.get(shard.shard_id, 0) or shard.top > shard.size:
             raise BadInput(
                 f"shard {shard.shard_id} has {shard.places} places in use, {shard.free} free ones and reaches to"
                 f" {shard.top}, but {shard.size} were given",

@@ -46,6 +46,11 @@ class Shard(Struct, frozen=True):
         """Places below the top that no offer of this run's input has."""
         return self.top - self.input
 
+    @property
+    def unaccounted(self) -> int:
+        """Places that were given, and are neither in use nor free: none."""
+        return self.size - self.places - self.free
+
 
 class Summary(Struct, frozen=True):
     """What a run did."""
