@@ -886,7 +886,6 @@ CASES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("segments", "get"): ("1",),
     ("segments", "history"): ("1",),
     ("number", "history"): (),
-    ("number", "prune"): (),
     ("number", "shard"): ("7/5/1/chair",),
     ("counters", "example"): (),
     ("counters", "show"): (str(EXAMPLE),),
@@ -909,7 +908,18 @@ ELSEWHERE = {
     ("orders", "correct"),
     *(
         ("number", each)
-        for each in ("run", "run-master", "plan", "find", "compatible", "index", "invalidate", "adopt", "offers")
+        for each in (
+            "run",
+            "run-master",
+            "plan",
+            "find",
+            "compatible",
+            "index",
+            "invalidate",
+            "adopt",
+            "prune",
+            "offers",
+        )
     ),
     *(("segments", each) for each in ("evaluate", "upload", "approve", "retry", "off", "on", "why")),
 }

@@ -212,6 +212,7 @@ def test_masters_follow_each_other_and_the_history_tells(keyfold: Run, tmp_path:
     told_of = told(keyfold("history", "--json"))
     assert [each["version"] for each in told_of["record"]["states"]] == ["1.0.0.0", "1.0.0.1"]
     assert told_of["lock"] is None
+    assert told(keyfold("prune", "--json")) == {"dropped": [], "deleted": [], "leftovers": 0, "failures": []}
     shown = keyfold("history").stdout
     assert "last" in shown
     assert "kept" in shown

@@ -20,7 +20,7 @@ SIMULATOR, KILLS, WRITERS = "profile simulator", "profile kill sweep", "profile 
 
 @plant("dedupe by mark dropped", SIMULATOR, "profiles")
 def _(plot: Plot) -> None:
-    plot.name(counting, "_unmarked", lambda tx, arrived, verdicts: (list(arrived), []))
+    plot.name(counting, "_unmarked", lambda tx, log_events, arrived, verdicts: (arrived, []))
 
 
 @plant("marks are kept in memory and inserted with the next batch", SIMULATOR, "profiles")
@@ -48,7 +48,7 @@ def _(plot: Plot) -> None:
 
 @plant("the watermark is not looked at", SIMULATOR, "profiles")
 def _(plot: Plot) -> None:
-    plot.name(counting, "_in_time", lambda tx, arrived, verdicts, **_: list(arrived))
+    plot.name(counting, "_must_be_in_time", lambda *_, **__: None)
 
 
 @plant("marks are purged ahead of the watermark", SIMULATOR, "profiles")

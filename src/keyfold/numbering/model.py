@@ -13,7 +13,7 @@ from msgspec import Meta, Struct, structs
 from keyfold.core.errors import BadInput, Conflict, TicketRefused
 
 DOC_ID_MAX = 2**31 - 1
-VERSION_PART_MAX = 2**31 - 1
+VERSION_PART_MAX = 999_999_999
 
 TypeName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 
@@ -48,12 +48,9 @@ class Version(Struct, frozen=True, order=True):
     @classmethod
     def parse(cls, text: str) -> "Version":
         parts = text.split(".")
-        if len(parts) != 4 or not all(re.fullmatch(r"[0-9]{1,10}", part) for part in parts):
+        if len(parts) != 4 or not all(re.fullmatch(r"[0-9]{1,9}", part) for part in parts):
             raise BadInput(f"{text[:100]!r} is not a version", hint="Write T.S.V.G, four whole numbers such as 1.0.3.7")
-        numbers = [int(part) for part in parts]
-        if max(numbers) > VERSION_PART_MAX:
-            raise BadInput(f"{text[:100]!r}: a part of a version is at most {VERSION_PART_MAX}")
-        return cls(*numbers)
+        return cls(*(int(part) for part in parts))
 
 
 # Compatibility -----------------------------------------------------------------------------------------------------

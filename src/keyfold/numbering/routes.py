@@ -30,7 +30,7 @@ KIND = "numbering"
 ANSWERS_KEPT_MAX = 8  # each lists up to numbering.exceptions_max places
 Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Number = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-VersionText = Annotated[str, Meta(pattern=r"^[0-9]{1,10}(\.[0-9]{1,10}){3}$", description="T.S.V.G")]
+VersionText = Annotated[str, Meta(pattern=r"^[0-9]{1,9}(\.[0-9]{1,9}){3}$", description="T.S.V.G")]
 
 
 class TypePath(Struct, frozen=True):
