@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.timeout(TIMEOUT_SECONDS),
 ]
 
-SEEDS = 600
+SEEDS = 300
 
 
 @pytest.mark.fault("crash between two steps", "profiles")

@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.timeout(TIMEOUT_SECONDS),
 ]
 
-SEEDS = 1_000
+SEEDS = 400
 
 
 @pytest.mark.fault("crash between two steps", "ground", "tally")
