@@ -8,7 +8,7 @@ import typer
 from keyfold.core.answer import Answer
 from keyfold.core.errors import BadInput
 from keyfold.core.times import iso
-from keyfold.numbering.model import SUMMARY_WORDS, Key, Place, Version
+from keyfold.numbering.model import SUMMARY_WORDS, Key, Place, Version, stands
 from keyfold.numbering.settings import NumberingSettings, scheme_numbered, type_named
 
 if TYPE_CHECKING:
@@ -297,7 +297,6 @@ def history(
     type_named(settings, type_name)
     record = coordinating.look(context.leases, type_name)
     lease = coordinating.holder(context.leases, type_name)
-    current = record.current
     rows = [
         {
             "version": each.version,
@@ -310,7 +309,7 @@ def history(
             "expired": each.expired,
             "holes": each.holes,
             "why": each.reason,
-            "stands": _stands(each, is_current=each == current),
+            "stands": f"invalid: {each.invalid}" if each.invalid else stands(each, record),
         }
         for each in reversed(record.states[-limit:])
     ]
@@ -525,16 +524,6 @@ def _planned(plan: "Plan") -> Answer:
             f" {plan.moves.shards} another shard"
         )
     return Answer(data=plan, table=rows, lines=lines)
-
-
-def _stands(published: Any, *, is_current: bool) -> str:
-    if is_current:
-        return "last"
-    if published.invalid:
-        return f"invalid: {published.invalid}"
-    if published.is_deleted:
-        return "deleted"
-    return "dropped" if published.dropped_at_us else "kept"
 
 
 def _key(text: str) -> Key:

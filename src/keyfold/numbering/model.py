@@ -321,6 +321,20 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return None
 
 
+Stands = Literal["last", "kept", "dropped", "deleted", "invalid"]
+
+
+def stands(state: Published, record: Record) -> Stands:
+    """What became of a published state."""
+    if state == record.current:
+        return "last"
+    if state.invalid:
+        return "invalid"
+    if state.is_deleted:
+        return "deleted"
+    return "dropped" if state.dropped_at_us else "kept"
+
+
 def take(record: Record, master: str, ticket: int, now_us: int) -> Record:
     """Note who holds the lock. Tickets only grow."""
     _must_hold(record, ticket)

@@ -16,7 +16,7 @@ from keyfold.core.errors import NotFound, TooLarge
 from keyfold.core.gather import Ask, Outcome
 from keyfold.core.route import Route
 from keyfold.core.times import iso
-from keyfold.numbering.model import Key, Place, Published, Taken, TypeName, Version
+from keyfold.numbering.model import Key, Place, Published, Record, Stands, Taken, TypeName, Version, stands
 from keyfold.numbering.service import comparing, coordinating, mastering
 from keyfold.numbering.service.comparing import Compatibility
 from keyfold.numbering.service.finding import Found, Index, IndexLacking
@@ -62,7 +62,7 @@ class StateShown(Struct, frozen=True):
     expired: int
     holes: int
     bytes: int
-    stands: str  # last, kept, dropped, deleted or invalid
+    stands: Stands
     why_invalid: str
 
 
@@ -191,14 +191,14 @@ class Door:
         if current:
             with _reading(current):
                 shards = mastering.stored(self._settings, current).manifest.shards
-        shown = _shown(current, current) if current else None
+        shown = _shown(current, record) if current else None
         return TypeShown(name, shown, shards, taken, record.rebuild_next)
 
     def history(self, ask: Ask) -> Outcome:
         record = coordinating.look(self._context.leases, self._named(ask))
         assert isinstance(ask.query, HistoryQuery)
         newest = reversed(record.states[-ask.query.limit :])
-        return HistoryShown([_shown(each, record.current) for each in newest])
+        return HistoryShown([_shown(each, record) for each in newest])
 
     def compatible(self, ask: Ask) -> Outcome:
         name = self._named(ask)
@@ -256,21 +256,10 @@ def _reading(state: Published) -> Iterator[None]:
         raise StateLost(f"{state.version} cannot be read now", retry_after_seconds=10) from error
 
 
-def _shown(state: Published, current: Published | None) -> StateShown:
-    stands = (
-        "last"
-        if state == current
-        else "invalid"
-        if state.invalid
-        else "deleted"
-        if state.is_deleted
-        else "dropped"
-        if state.dropped_at_us
-        else "kept"
-    )
+def _shown(state: Published, record: Record) -> StateShown:
     return StateShown(
         published_at=iso(state.published_at_us),
-        stands=stands,
+        stands=stands(state, record),
         why_invalid=state.invalid,
         **{
             name: getattr(state, name)
