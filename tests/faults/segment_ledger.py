@@ -89,7 +89,10 @@ class Book:
         self.rows = dict(rows)
 
     def _replay(self, before: Queued, after: Queued, minimal: Mapping[str, int]) -> None:
-        name, target = after.segment_id, after.target_version or 0
+        name, target = after.segment_id, after.target_version
+        if target is None:
+            self.broken.append(f"S1: {name} went on to {after.upto} with no snapshot to go to")
+            return
         if before.target_version not in (None, target):
             self.broken.append(f"S1: {name} went from target {before.target_version} to {target} in the middle")
         old, new = self._users(name, after.diff_version), self._users(name, target)
