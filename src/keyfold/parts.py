@@ -2,13 +2,14 @@
 
 from keyfold.core.part import Part
 from keyfold.counters.part import PART as COUNTERS
+from keyfold.listings.part import PART as LISTINGS
 from keyfold.numbering.part import PART as NUMBERING
 from keyfold.orders.part import PART as ORDERS
 from keyfold.profiles.part import PART as PROFILES
 from keyfold.segments.part import PART as SEGMENTS
 from keyfold.tally.part import PART as TALLY
 
-PARTS: tuple[Part, ...] = (COUNTERS, PROFILES, ORDERS, SEGMENTS, NUMBERING, TALLY)
+PARTS: tuple[Part, ...] = (COUNTERS, PROFILES, ORDERS, SEGMENTS, NUMBERING, LISTINGS, TALLY)
 
 
 def settings_of_parts() -> dict[str, type]:

@@ -1,9 +1,12 @@
 """The rules of listings: statuses and moves, drafts, offer ids, presets, counters, feeds. Values in, values out."""
 
 import hashlib
+import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct
@@ -41,19 +44,27 @@ class Price(Struct, frozen=True):
 
 
 class Offer(Struct, frozen=True, kw_only=True):
-    """What the rules look at. `content` is the offer itself, as its category has it."""
+    """An offer as it is stored, shown and exported. `content` is the offer itself, as its category has it."""
 
+    offer_id: str = ""  # empty: not stored yet
     seller_id: str
     category: str
-    content: Mapping[str, Any]
+    schema_version: int = 0  # of the category, that the content was checked against
     status: Status = "active"
     is_banned: bool = False
     was_sold: bool = False  # for good, from its first sale on
     price: Price | None = None
-    photos: tuple[str, ...] = ()
+    photos: tuple[str, ...] = ()  # where they come from
     external_id: str = ""  # of a feed; empty: made by hand
+    business_id: int = 0
+    shop_id: int = 0
+    warehouse_id: int = 0
+    tier: str = ""
     created_at_us: int = 0
+    status_at_us: int = 0  # since when it has its status
+    updated_at_us: int = 0
     reason: str = ""  # why it was removed
+    content: Mapping[str, Any]
 
 
 def shown(offer: Offer) -> Shown:
@@ -88,6 +99,55 @@ def moved(offer: Offer, status: Status, actor: Actor, reason: str = "") -> Offer
 def is_meaningful(before: Offer | None, after: Offer) -> bool:
     """Whether a save is a change that anybody must hear of."""
     return before != after
+
+
+def stamped(before: Offer | None, after: Offer, now_us: int) -> Offer:
+    """A change with its times; an offer never goes back in time, whatever the clock does."""
+    now_us = max(now_us, before.updated_at_us) if before is not None else now_us
+    is_moved = before is None or before.status != after.status
+    return msgspec.structs.replace(
+        after,
+        created_at_us=after.created_at_us or now_us,
+        status_at_us=now_us if is_moved else after.status_at_us,
+        updated_at_us=now_us,
+    )
+
+
+class Ages(Struct, frozen=True):
+    """How long an offer stays in a status, in microseconds."""
+
+    expires: int
+    archived: int
+
+
+def due_at_us(offer: Offer, ages: Ages) -> int | None:
+    """When the scheduler has to look at an offer again."""
+    if offer.status == "archived":
+        return None
+    return offer.status_at_us + (ages.expires if offer.status == "active" else ages.archived)
+
+
+def aged(offer: Offer, ages: Ages, now_us: int) -> Offer:
+    """What the scheduler makes of an offer: expired, archived, or the offer as it is."""
+    due = due_at_us(offer, ages)
+    if due is None or now_us < due:
+        return offer
+    return moved(offer, "expired" if offer.status == "active" else "archived", "scheduler")
+
+
+SHARDS = 16  # that schedulers share; the number is stored with the rows
+
+
+def shard_of(seller_id: str) -> int:
+    """A stable hash of the seller."""
+    return zlib.crc32(seller_id.encode()) % SHARDS
+
+
+def business_of(seller_id: str) -> int:
+    """A seller as a number, for whoever needs one: their own digits, or 63 bits of a hash."""
+    if seller_id.isascii() and seller_id.isdigit() and len(seller_id) <= 18:
+        return int(seller_id)
+    return int.from_bytes(hashlib.sha256(seller_id.encode()).digest()[:8]) >> 1
 
 
 # Offer ids ---------------------------------------------------------------------------------------------------------
@@ -183,6 +243,66 @@ def open_draft(
 
 def _other(there: Sequence[Draft], chosen: Draft) -> Draft | None:
     return next((draft for draft in there if draft is not chosen), None)
+
+
+# Photos ------------------------------------------------------------------------------------------------------------
+
+PhotoState = Literal["asked", "ready", "failed"]
+PHOTO_URL_MAX = 2_000
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)+", re.IGNORECASE)
+_INSIDE = ("localhost", "local", "internal", "intranet", "lan", "home", "corp", "arpa", "test", "invalid", "onion")
+_REBINDING = ("nip.io", "sslip.io", "xip.io", "localtest.me", "lvh.me", "rebind.network", "rbndr.us")
+
+
+class Photo(Struct, frozen=True, omit_defaults=True):
+    """One photo of an offer: where it comes from, and what the photo service made of it."""
+
+    url: str
+    state: PhotoState = "asked"
+    image: Any = None
+    error: str = ""
+
+
+def must_be_photo_url(url: str) -> None:
+    """Refuse what no photo of a seller comes from. Nothing here looks a name up, and no address is ever fetched by us;
+    whoever does fetch it must check again what the name resolves to."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        raise BadInput("this is not the address of a photo", place="photos") from None
+    if len(url) > PHOTO_URL_MAX or not url.isprintable() or " " in url or "\\" in url:
+        raise BadInput("this is not the address of a photo", place="photos")
+    if parts.scheme not in ("http", "https"):
+        raise BadInput("a photo comes from an http or https address", place="photos")
+    if parts.username is not None or parts.password is not None or port not in (None, 80, 443):
+        raise BadInput("the address of a photo has no user, password or port", place="photos")
+    if not _NAME.fullmatch(host) or host.rsplit(".", 1)[1][0].isdigit():
+        raise BadInput("a photo comes from a host that has a name", place="photos", hint="Not from an IP address")
+    lowered = host.lower()
+    if any(lowered == each or lowered.endswith(f".{each}") for each in (*_INSIDE, *_REBINDING)):
+        raise BadInput("a photo comes from a host of the Internet", place="photos")
+
+
+def photos_after(photos: Iterable[Photo], urls: Iterable[str]) -> tuple[list[Photo], list[str]]:
+    """The photos of an offer with these addresses, and which of them must be asked for.
+
+    What was asked for, made or has failed stays as it is: the same address is not asked for again.
+    """
+    known = {photo.url: photo for photo in photos}
+    wanted = list(dict.fromkeys(urls))
+    return [known.get(url) or Photo(url) for url in wanted], [url for url in wanted if url not in known]
+
+
+def photos_answered(photos: Sequence[Photo], answers: Mapping[str, Photo]) -> list[Photo]:
+    """The photos with what the photo service has answered; answers to addresses that are gone change nothing.
+
+    A photo that is ready stays ready: an error that comes late, or again, does not take it away.
+    """
+    return [
+        answer if (answer := answers.get(photo.url)) and not (photo.state == "ready" and answer.error) else photo
+        for photo in photos
+    ]
 
 
 # Presets -----------------------------------------------------------------------------------------------------------

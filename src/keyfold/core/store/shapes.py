@@ -322,6 +322,32 @@ def delete(tx: Transaction, table: sa.Table, keys: Columns) -> int:
     return removed
 
 
+def delete_there(tx: Transaction, table: sa.Table, keys: Columns) -> set[Row]:
+    """Delete the rows of these keys, and return the keys that were there."""
+    key = key_names(table)
+    gone: set[Row] = set()
+    if not keys[key[0]]:
+        return gone
+    for piece in batch.slices(tx, batch.in_key_order(keys, key)):
+        rendered, parameters = batch.source(tx, table, piece)
+        listed = f"SELECT {', '.join(key)} FROM ({rendered}) AS batch{_alias(tx, piece)}"
+        rows = tx.rows(
+            f"DELETE FROM {table.name} WHERE ({', '.join(key)}) IN ({listed}) RETURNING {', '.join(key)}", parameters
+        )
+        gone |= set(_by_key(rows, table, key, ()))
+    return gone
+
+
+def hold(tx: Transaction, table: sa.Table, columns: Columns) -> None:
+    """Lock rows that were loaded at `version`, and leave them as they are; a changed row is a lost race."""
+    rows = batch.in_key_order(columns, key_names(table))
+    if not rows[VERSION]:
+        return
+    held = _update_counted(tx, table, rows, (*key_names(table), VERSION), f"{VERSION} = {table.name}.{VERSION}")
+    if held != len(rows[VERSION]):
+        raise LostRace(f"{len(rows[VERSION]) - held} of {len(rows[VERSION])} rows of {table.name} had changed")
+
+
 def next_numbers(tx: Transaction, name: str, count: int) -> Sequence[int]:
     """Take `count` growing numbers. On PostgreSQL from a sequence, so that writers do not queue for it."""
     if not tx.is_sqlite:

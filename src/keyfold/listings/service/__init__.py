@@ -1,0 +1,1 @@
+"""The verbs of listings, each a batch inside a transaction."""
