@@ -1,8 +1,8 @@
 """The presets in force: they stand in the store, so that every writer goes by the same ones.
 
-A process that is started with other settings puts them there (`adopt`). Whoever saves an offer reads them in its
-A process that is started with other settings puts them there (`adopt`). Whoever saves an offer reads them in its own
-transaction. A preset that is new or changed is `building` until every offer was looked at (service/walking.py); the walk
+A process that is started with other settings puts them there (`adopt`). Whoever saves an offer reads them in the same
+transaction. A preset that is new or changed is `building` until every offer was looked at (service/walking.py); that
+walk begins only when no transaction can still run that has read the presets before.
 """
 
 from collections.abc import Sequence
