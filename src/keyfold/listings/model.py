@@ -36,11 +36,11 @@ MOVES: Mapping[tuple[Status, Status], frozenset[Actor]] = {
 }
 
 
-class Price(Struct, frozen=True):
+class Price(Struct, frozen=True, forbid_unknown_fields=True):
     """Whole minor units of a currency."""
 
     amount: Annotated[int, Meta(ge=0, le=2**53)]
-    currency: Annotated[str, Meta(pattern=r"^[A-Z]{3}\Z")]
+    currency: Annotated[str, Meta(pattern=r"^[A-Z]{3}(?!\n)$")]
 
 
 class Offer(Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ DRAFT = table(
 CURRENT_DRAFT = table(
     "current_draft",
     sa.Column("owner_id", BinaryText, primary_key=True),
+    sa.Column("version", Int64, nullable=False),  # raised by whoever looks, which locks the row
     sa.Column("draft_id", Text, nullable=False),
     distribute_by="owner_id",
 )

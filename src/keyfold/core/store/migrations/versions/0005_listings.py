@@ -24,6 +24,7 @@ def upgrade() -> None:
     op.create_table(
         "current_draft",
         sa.Column("owner_id", BinaryText, primary_key=True),
+        sa.Column("version", Int64, nullable=False),
         sa.Column("draft_id", Text, nullable=False),
         sqlite_strict=True,
     )

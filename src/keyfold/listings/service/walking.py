@@ -1,0 +1,256 @@
+"""The scheduler's walks: offers that are due, presets that are built, counts that are compared.
+
+Work is shared by shards of sellers. Every transaction first proves that the shard is still this worker's (`guard`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+from msgspec import Struct
+
+from keyfold.core.clock import SECOND_US
+from keyfold.core.store import Store, Transaction
+from keyfold.core.store.batch import Columns
+from keyfold.core.store.shapes import hold, increment, update
+from keyfold.listings import metrics
+from keyfold.listings.model import SHARDS, aged, due_at_us
+from keyfold.listings.service import drafting, presets, repairing, saving
+from keyfold.listings.service.listings import Listings
+from keyfold.listings.service.presets import DROPPING, READY, PresetRow
+from keyfold.listings.service.repairing import Drift
+from keyfold.listings.service.saving import OFFER_KIND, Change, Saved
+from keyfold.listings.tables import LISTING_WALKS, OFFER, SELLERS
+
+DUE_MAX = 500
+WALK_MAX = 500
+SELLERS_MAX = 50
+SCRUB = "scrub"
+
+Guard = Callable[[Transaction], None]
+
+
+class Place(Struct, frozen=True):
+    """How far a walk has come in a shard."""
+
+    seller_id: str = ""
+    offer_id: str = ""
+    is_done: bool = False
+    moved_at_us: int = 0
+
+
+# Ages ----------------------------------------------------------------------------------------------------------------
+
+
+def age(store: Store, listings: Listings, shard_id: int, guard: Guard) -> bool:
+    """Move some offers of a shard that are due; whether there may be more."""
+
+    def work(tx: Transaction) -> int:
+        guard(tx)
+        due = sa.select(OFFER.c.seller_id, OFFER.c.offer_id).where(
+            OFFER.c.shard_id == shard_id, OFFER.c.due_at_us <= tx.now_us
+        )
+        keys = [(row.seller_id, row.offer_id) for row in tx.execute(due.order_by(OFFER.c.due_at_us).limit(DUE_MAX))]
+        found = saving.load_offers(tx, keys)
+        changes = [Change(saved, aged(saved.offer, listings.ages, tx.now_us)) for saved in found.values()]
+        moved = [change for change in changes if change.before is not None and change.after != change.before.offer]
+        saving.save(tx, listings, moved)
+        # Due by a rule of before: the ages of the settings have changed, so that it is due at another time.
+        _put_off(tx, listings, [change.before for change in changes if change.before and change not in moved])
+        for change in moved:
+            metrics.MOVED.labels(change.after.status).inc()
+        return len(keys)
+
+    return store.transact(work, name="listings ages") == DUE_MAX
+
+
+def _put_off(tx: Transaction, listings: Listings, offers: Sequence[Saved]) -> None:
+    if offers:
+        rows = _rows_of(offers)
+        hold(tx, OFFER, {**rows, "version": [each.version for each in offers]})
+        update(tx, OFFER, {**rows, "due_at_us": [due_at_us(each.offer, listings.ages) for each in offers]})
+
+
+def _rows_of(offers: Sequence[Saved]) -> dict[str, list[Any]]:
+    return {
+        "seller_id": [each.offer.seller_id for each in offers],
+        "offer_id": [each.offer.offer_id for each in offers],
+        "kind": [OFFER_KIND] * len(offers),
+    }
+
+
+def overdue_seconds(tx: Transaction) -> float:
+    """For how long the oldest offer has been due."""
+    oldest = tx.execute(sa.select(sa.func.min(OFFER.c.due_at_us)).where(OFFER.c.due_at_us.is_not(None))).scalar()
+    return max(0.0, (tx.now_us - oldest) / SECOND_US) if oldest is not None else 0.0
+
+
+# Presets -------------------------------------------------------------------------------------------------------------
+
+
+def build(store: Store, listings: Listings, shard_id: int, guard: Guard) -> bool:
+    """Put some more offers of a shard into presets that are being built; whether there may be more."""
+    rows = store.read(presets.stored)
+    more = False
+    for row in rows:
+        if row.state == READY or not store.read(lambda tx, row=row: _may_begin(tx, store, row)):  # type: ignore[misc]
+            continue
+        more |= store.transact(lambda tx, row=row: _build(tx, row, shard_id, guard), name="listings presets")  # type: ignore[misc]
+    return more
+
+
+def _may_begin(tx: Transaction, store: Store, row: PresetRow) -> bool:
+    """Whoever has read the presets before this one was there has ended by now."""
+    return tx.now_us > row.since_us + (store.limits.transaction_seconds_max + 1) * SECOND_US
+
+
+def _build(tx: Transaction, row: PresetRow, shard_id: int, guard: Guard) -> bool:
+    guard(tx)
+    if row not in presets.stored(tx):
+        return False  # changed once more
+    place = _place(tx, row.walk, shard_id)
+    if place.is_done:
+        return False
+    keys = _next_offers(tx, shard_id, place)
+    if keys:
+        _put_into(tx, row, keys)
+        _move(tx, row.walk, shard_id, Place(*keys[-1]))
+        return True
+    _move(tx, row.walk, shard_id, Place(place.seller_id, place.offer_id, is_done=True))
+    done = sa.select(sa.func.count()).where(LISTING_WALKS.c.walk == row.walk, LISTING_WALKS.c.is_done == 1)
+    if tx.execute(done).scalar_one() == SHARDS:
+        presets.finish(tx, row)
+    return False
+
+
+def _put_into(tx: Transaction, row: PresetRow, keys: Sequence[tuple[str, str]]) -> None:
+    found = saving.load_offers(tx, keys)
+    held = list(found.values())
+    hold(tx, OFFER, {**_rows_of(held), "version": [each.version for each in held]})
+    force = presets.in_force(tx)
+    places = {
+        each.key: (each.offer.seller_id, row.number, each.offer.created_at_us, each.offer.offer_id) for each in held
+    }
+    inside = {each.key for each in held if row.state != DROPPING and row.number in force.of(each.offer)}
+    saving.change_presets(
+        tx, [places[key] for key in places if key in inside], [places[key] for key in places if key not in inside]
+    )
+
+
+def _next_offers(tx: Transaction, shard_id: int, place: Place) -> list[tuple[str, str]]:
+    """The offers behind a place, by seller and id."""
+    mark = "?" if tx.is_sqlite else "%s"
+    rest = WALK_MAX
+    found: list[tuple[str, str]] = []
+    if place.seller_id:
+        found = _offers_of(tx, place.seller_id, place.offer_id, rest)
+        rest -= len(found)
+    if not rest:
+        return found
+    sellers = tx.rows(
+        f"SELECT seller_id FROM sellers WHERE shard_id = {mark} AND seller_id > {mark} ORDER BY seller_id LIMIT {mark}",
+        (shard_id, place.seller_id, SELLERS_MAX),
+    )
+    for (seller_id,) in sellers:
+        listed = _offers_of(tx, seller_id, "", rest)
+        found += listed
+        rest -= len(listed)
+        if not rest:
+            break
+    if not found and sellers:  # sellers without an offer: the walk goes on behind them
+        return _next_offers(tx, shard_id, Place(sellers[-1][0], "~"))
+    return found
+
+
+def _offers_of(tx: Transaction, seller_id: str, after: str, count_max: int) -> list[tuple[str, str]]:
+    mark = "?" if tx.is_sqlite else "%s"
+    rows = tx.rows(
+        f"SELECT offer_id FROM offer WHERE seller_id = {mark} AND offer_id > {mark} AND kind = '{OFFER_KIND}'"
+        f" ORDER BY offer_id LIMIT {mark}",
+        (seller_id, after, count_max),
+    )
+    return [(seller_id, offer_id) for (offer_id,) in rows]
+
+
+# Counts --------------------------------------------------------------------------------------------------------------
+
+
+class Scrubber:
+    """Compares the counts of all sellers of a shard, some at a time; one round in `scrub_seconds`."""
+
+    def __init__(self, store: Store, listings: Listings) -> None:
+        self._store = store
+        self._listings = listings
+        self._found: dict[int, list[Drift]] = {}
+
+    def step(self, shard_id: int, guard: Guard) -> bool:
+        """Look at some sellers; whether there may be more in this round."""
+        place, now_us = self._store.read(lambda tx: (_place(tx, SCRUB, shard_id), tx.now_us))
+        if place.is_done:
+            if now_us < place.moved_at_us + self._listings.settings.scrub_seconds * SECOND_US:
+                return False
+            place = Place()
+        if not place.seller_id:
+            self._found[shard_id] = []
+        sellers = self._store.read(lambda tx: _sellers(tx, shard_id, place.seller_id))
+        for seller_id in sellers:
+            found = self._store.read(lambda tx, seller_id=seller_id: repairing.drift(tx, seller_id))  # type: ignore[misc]
+            if found and self._listings.settings.scrub_repairs:
+                found = self._store.transact(
+                    lambda tx, seller_id=seller_id: repairing.repair(tx, seller_id, "scrubber"),  # type: ignore[misc]
+                    name="listings repair",
+                )
+            self._found.setdefault(shard_id, []).extend(found)
+        is_done = len(sellers) < SELLERS_MAX
+        after = Place(sellers[-1] if sellers else place.seller_id, is_done=is_done)
+        self._store.transact(lambda tx: self._moved(tx, shard_id, guard, after), name="listings scrub")
+        for what in (repairing.PRESETS, repairing.COUNTERS):
+            every = [abs(each.missing) for found in self._found.values() for each in found if each.what == what]
+            metrics.DRIFT.labels(what).set(sum(every))
+        return not is_done
+
+    def _moved(self, tx: Transaction, shard_id: int, guard: Guard, place: Place) -> None:
+        guard(tx)
+        _move(tx, SCRUB, shard_id, place)
+
+
+def _sellers(tx: Transaction, shard_id: int, after: str) -> list[str]:
+    chosen = sa.select(SELLERS.c.seller_id).where(SELLERS.c.shard_id == shard_id, SELLERS.c.seller_id > after)
+    return list(tx.execute(chosen.order_by(SELLERS.c.seller_id).limit(SELLERS_MAX)).scalars())
+
+
+def is_seller(tx: Transaction, seller_id: str) -> bool:
+    return tx.execute(sa.select(SELLERS.c.seller_id).where(SELLERS.c.seller_id == seller_id)).first() is not None
+
+
+def sellers_after(tx: Transaction, after: str, count_max: int) -> list[str]:
+    """Sellers of all shards, in the order of their ids."""
+    chosen = sa.select(SELLERS.c.seller_id).where(SELLERS.c.seller_id > after)
+    return list(tx.execute(chosen.order_by(SELLERS.c.seller_id).limit(count_max)).scalars())
+
+
+# Places --------------------------------------------------------------------------------------------------------------
+
+
+def _place(tx: Transaction, walk: str, shard_id: int) -> Place:
+    row = tx.execute(
+        sa.select(LISTING_WALKS).where(LISTING_WALKS.c.walk == walk, LISTING_WALKS.c.shard_id == shard_id)
+    ).one_or_none()
+    return Place() if row is None else Place(row.upto_seller, row.upto_offer, bool(row.is_done), row.moved_at_us)
+
+
+def _move(tx: Transaction, walk: str, shard_id: int, place: Place) -> None:
+    row: Columns = {
+        "walk": [walk],
+        "shard_id": [shard_id],
+        "upto_seller": [place.seller_id],
+        "upto_offer": [place.offer_id],
+        "is_done": [int(place.is_done)],
+        "moved_at_us": [tx.now_us],
+    }
+    increment(tx, LISTING_WALKS, row, latest=["upto_seller", "upto_offer", "is_done", "moved_at_us"])
+
+
+def forget(store: Store, listings: Listings, rows_max: int) -> bool:
+    """Delete drafts that nobody touches any more; whether there may be more."""
+    return store.transact(lambda tx: drafting.forget(tx, listings, rows_max), name="listings drafts") == rows_max

@@ -1,0 +1,129 @@
+"""The scheduler: what is due, presets, counts and feeds by shards of sellers, and the consumers of its topics.
+
+The export itself is the relay of the topic (keyfold.core.relay), which every worker runs.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import structlog
+
+from keyfold.core import progress
+from keyfold.core.consumer import Consumer
+from keyfold.core.context import Context
+from keyfold.core.errors import LeaseLost
+from keyfold.core.leases.lease import Lease
+from keyfold.core.loops import Loop
+from keyfold.core.shards import Shards
+from keyfold.core.store import Transaction
+from keyfold.core.workers import worker_name
+from keyfold.listings import metrics
+from keyfold.listings.model import SHARDS
+from keyfold.listings.service import applying, feeding, keeping, walking
+from keyfold.listings.service.listings import Listings
+from keyfold.listings.service.walking import Guard, Scrubber
+
+log = structlog.get_logger(__name__)
+
+JOB = "listings"
+MEASURE_SECONDS = 10.0
+
+
+def consumers(context: Context) -> list[Consumer]:
+    listings = Listings.opened(context)
+    # Both apply by version or change nothing when they come again, whatever the order.
+    return [
+        Consumer(
+            name="listings-opinions",
+            topic=listings.settings.opinions_topic,
+            apply=keeping.take_opinions(listings),
+            ordered=False,
+            replayable=True,
+        ),
+        Consumer(
+            name="listings-photos",
+            topic=listings.settings.photo_answers_topic,
+            apply=keeping.take_answers(listings, feeding.tell_photo_errors),
+            ordered=False,
+            replayable=True,
+        ),
+    ]
+
+
+def loops(context: Context) -> list[Loop]:
+    scheduler = Scheduler(context, Listings.opened(context), worker_name())
+    return [
+        Loop(
+            name="listings scheduler",
+            step=scheduler.step,
+            stop=scheduler.stop,
+            idle_seconds=0.2,
+            idle_seconds_max=2.0,
+            wake=context.topics.listen(feeding.ENDED),
+        )
+    ]
+
+
+class Scheduler:
+    """One worker's share of the shards; whoever dies leaves its shards to the others."""
+
+    def __init__(self, context: Context, listings: Listings, worker: str) -> None:
+        self._store = context.store
+        self._listings = listings
+        self._rows_max = context.limits.purge_rows_max
+        self._shards = Shards(context.leases, JOB, SHARDS, worker, context.settings.leases.lease_seconds)
+        self._adopted: dict[int, int] = {}  # shard -> ticket
+        self._scrubber = Scrubber(context.store, listings)
+        self._measure_at = 0.0
+
+    def step(self) -> bool:
+        """One piece of each kind of work in every shard held; a failing shard stops no other."""
+        self._shards.tick()
+        more = False
+        failure: Exception | None = None
+        for shard_id, lease in self._shards.held.items():
+            try:
+                more |= self._step(shard_id, lease)
+            except LeaseLost as error:
+                log.warning("shard lost", job=JOB, shard=shard_id, error=str(error))
+                self._adopted.pop(shard_id, None)
+            except Exception as error:
+                failure = error
+        if time.monotonic() >= self._measure_at:
+            self._measure_at = time.monotonic() + MEASURE_SECONDS
+            self._measure()
+        if failure is not None:
+            raise failure
+        return more
+
+    def stop(self) -> None:
+        self._shards.release_all()
+
+    def _step(self, shard_id: int, lease: Lease) -> bool:
+        if self._adopted.get(shard_id) != lease.ticket:
+            self._store.transact(lambda tx: progress.adopt(tx, JOB, shard_id, lease.ticket, JOB), name="listings adopt")
+            self._adopted[shard_id] = lease.ticket
+        guard = partial(_must_hold, shard_id, lease.ticket)
+        work: list[Callable[[int, Guard], bool]] = [
+            lambda shard, guard: walking.age(self._store, self._listings, shard, guard),
+            lambda shard, guard: applying.step(self._store, self._listings, shard, guard),
+            lambda shard, guard: walking.build(self._store, self._listings, shard, guard),
+            self._scrubber.step,
+        ]
+        more = [each(shard_id, guard) for each in work]
+        return any(more)
+
+    def _measure(self) -> None:
+        metrics.OVERDUE.set(self._store.read(walking.overdue_seconds))
+        for stage, count in self._store.read(feeding.figures).items():
+            metrics.FEEDS.labels(stage).set(count)
+        while walking.forget(self._store, self._listings, self._rows_max):
+            pass
+        while feeding.forget(self._store, self._listings, self._rows_max):
+            pass
+
+
+def _must_hold(shard_id: int, ticket: int, tx: Transaction) -> None:
+    """Refuses a worker that was overtaken while it slept; holds off whoever would overtake it now."""
+    progress.advance(tx, JOB, shard_id, ticket, 0, 0)
