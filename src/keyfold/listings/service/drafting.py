@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from keyfold.core.errors import BadInput, Conflict, KeyfoldError, LostRace, NotFound, TooLarge
 from keyfold.core.store import Transaction
 from keyfold.core.store.batch import Columns, slices, source
-from keyfold.core.store.shapes import compare_and_set, delete, insert_new, load, locking_load
+from keyfold.core.store.shapes import compare_and_set, delete, hold, insert_new, load, locking_load
 from keyfold.listings.model import Draft, Offer, Price, business_of, must_be_photo_url, open_draft
 from keyfold.listings.service import saving
 from keyfold.listings.service.listings import DAY_US, Listings
@@ -78,14 +78,14 @@ def open_drafts(tx: Transaction, listings: Listings, opening: Opening) -> DraftS
         opening.seller_id or None,
     )
     if opened.deleted is not None:
-        _delete(tx, opened.deleted.owner_id, opened.deleted.draft_id)
+        _delete(tx, current[opened.deleted.owner_id])
     if opened.draft is None:
         return _create(tx, opened.owner_id, opening.category)
     was = next(each for each in current.values() if each.draft_id == opened.draft.draft_id)
     filled = Filled(category=opened.draft.category) if opened.act == "reset" else was.filled
     if was.owner_id == opened.owner_id:
         return was if filled == was.filled else _write(tx, was, filled)
-    _delete(tx, was.owner_id, was.draft_id)
+    _delete(tx, was)
     moved = msgspec.structs.replace(was, owner_id=opened.owner_id, filled=filled, version=1)
     _insert(tx, moved)
     return moved
@@ -159,9 +159,10 @@ def offer_of(listings: Listings, seller_id: str, filled: Filled) -> Offer:
 def forget(tx: Transaction, listings: Listings, rows_max: int) -> int:
     """Delete drafts that nobody has touched for long; returns how many."""
     before = tx.now_us - listings.settings.draft_days * DAY_US
-    old = sa.select(DRAFT.c.owner_id, DRAFT.c.draft_id).where(DRAFT.c.updated_at_us < before)
+    old = sa.select(DRAFT.c.owner_id, DRAFT.c.draft_id, DRAFT.c.version).where(DRAFT.c.updated_at_us < before)
     rows = [tuple(row) for row in tx.execute(old.order_by(DRAFT.c.updated_at_us).limit(rows_max))]
     keys: Columns = {"owner_id": [row[0] for row in rows], "draft_id": [row[1] for row in rows]}
+    hold(tx, DRAFT, {**keys, "version": [row[2] for row in rows]})  # touched meanwhile: it is not old any more
     _delete_current(tx, list(zip(keys["owner_id"], keys["draft_id"], strict=True)))
     return delete(tx, DRAFT, keys)
 
@@ -262,9 +263,12 @@ def _save(tx: Transaction, drafts: Sequence[DraftShown], versions: Sequence[int]
     compare_and_set(tx, DRAFT, rows)
 
 
-def _delete(tx: Transaction, owner_id: str, draft_id: str) -> None:
-    delete(tx, DRAFT, {"owner_id": [owner_id], "draft_id": [draft_id]})
-    _delete_current(tx, [(owner_id, draft_id)])
+def _delete(tx: Transaction, draft: DraftShown) -> None:
+    """Delete a draft as it was read: what its owner has filled in since is not lost, but looked at again."""
+    key: Columns = {"owner_id": [draft.owner_id], "draft_id": [draft.draft_id]}
+    hold(tx, DRAFT, {**key, "version": [draft.version]})
+    delete(tx, DRAFT, key)
+    _delete_current(tx, [(draft.owner_id, draft.draft_id)])
 
 
 def _delete_current(tx: Transaction, drafts: Sequence[tuple[str, str]]) -> None:

@@ -13,8 +13,10 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from keyfold.core import audit
+from keyfold.core.errors import LostRace
 from keyfold.core.store import Transaction
-from keyfold.core.store.shapes import delete, insert
+from keyfold.core.store.batch import Columns
+from keyfold.core.store.shapes import delete, insert_new
 from keyfold.listings.model import Offer, Preset, presets_of
 from keyfold.listings.settings import ListingsSettings
 from keyfold.listings.tables import LISTING_WALKS, OFFER_PRESETS
@@ -94,17 +96,15 @@ def adopt(tx: Transaction, settings: ListingsSettings, actor: str = "settings") 
     if not changed:
         return []
     delete(tx, OFFER_PRESETS, {"preset_id": [row.number for row in changed if row.number in known]})
-    insert(
-        tx,
-        OFFER_PRESETS,
-        {
-            "preset_id": [row.number for row in changed],
-            "name": [row.name for row in changed],
-            "definition": [row.definition for row in changed],
-            "state": [row.state for row in changed],
-            "since_us": [row.since_us for row in changed],
-        },
-    )
+    columns: Columns = {
+        "preset_id": [row.number for row in changed],
+        "name": [row.name for row in changed],
+        "definition": [row.definition for row in changed],
+        "state": [row.state for row in changed],
+        "since_us": [row.since_us for row in changed],
+    }
+    if len(insert_new(tx, OFFER_PRESETS, columns)) < len(changed):
+        raise LostRace("another process has put presets in force")  # which may be the same ones
     for row in changed:
         audit.record(tx, actor, "preset changed", f"{row.number} {row.name}: {row.state}")
     return [row.name for row in changed]

@@ -100,8 +100,9 @@ def build(store: Store, listings: Listings, shard_id: int, guard: Guard) -> bool
 
 
 def _may_begin(tx: Transaction, store: Store, row: PresetRow) -> bool:
-    """Whoever has read the presets before this one was there has ended by now."""
-    return tx.now_us > row.since_us + (store.limits.transaction_seconds_max + 1) * SECOND_US
+    """Whoever has read the presets before this one was there has ended by now: the transaction that put it there may
+    have lasted as long as any after it took the time, and whoever began just before its end as long again."""
+    return tx.now_us > row.since_us + (2 * store.limits.transaction_seconds_max + 1) * SECOND_US
 
 
 def _build(tx: Transaction, row: PresetRow, shard_id: int, guard: Guard) -> bool:
@@ -109,14 +110,14 @@ def _build(tx: Transaction, row: PresetRow, shard_id: int, guard: Guard) -> bool
     if row not in presets.stored(tx):
         return False  # changed once more
     place = _place(tx, row.walk, shard_id)
-    if place.is_done:
-        return False
-    keys = _next_offers(tx, shard_id, place)
+    keys = _next_offers(tx, shard_id, place) if not place.is_done else []
     if keys:
         _put_into(tx, row, keys)
         _move(tx, row.walk, shard_id, Place(*keys[-1]))
         return True
-    _move(tx, row.walk, shard_id, Place(place.seller_id, place.offer_id, is_done=True))
+    if not place.is_done:
+        _move(tx, row.walk, shard_id, Place(place.seller_id, place.offer_id, is_done=True))
+    # Counted once more by whoever is done already: the last two that end at once do not see each other.
     done = sa.select(sa.func.count()).where(LISTING_WALKS.c.walk == row.walk, LISTING_WALKS.c.is_done == 1)
     if tx.execute(done).scalar_one() == SHARDS:
         presets.finish(tx, row)
