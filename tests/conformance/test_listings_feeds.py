@@ -5,6 +5,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,10 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from keyfold.core import access
 from keyfold.core.clock import ManualClock
+from keyfold.core.context import Context
 from keyfold.core.errors import Conflict, DataRefused, NotFound, TicketRefused, TooLarge
-from keyfold.core.store import Transaction
+from keyfold.core.settings import load as load_settings
+from keyfold.core.store import Transaction, batch
+from keyfold.http import body as bodies
 from keyfold.listings.model import SHARDS, Offer, moved, shard_of
+from keyfold.listings.part import PART
 from keyfold.listings.service import saving
 from keyfold.listings.service.feeds import applying, planning, reporting, staging, sweeping, tasks
 from keyfold.listings.service.feeds.items import read_line
@@ -23,6 +29,7 @@ from keyfold.listings.service.feeds.reporting import Problem
 from keyfold.listings.service.feeds.tasks import FeedShown
 from keyfold.listings.service.saving import Change
 from tests.listings import CAR, Product, car, kinds, opened
+from tests.unit.http.conftest import Answered, Caller
 
 SELLER = "7"
 
@@ -292,7 +299,7 @@ def test_an_item_of_the_largest_size_is_taken_and_one_byte_more_is_not(make: Cal
     base = {**CAR, "description": "", "equipment": equipment}
     room = most - len(msgspec.json.encode((base, None, ())))
     # The description has a limit of its own, so the rest is filled with photos.
-    photos = []
+    photos: list[str] = []
     while room > 31_000:
         photos.append("https://photos.example.com/" + "p" * 1_900 + f"{len(photos):03}")
         room = most - len(msgspec.json.encode((base, None, tuple(photos))))
@@ -779,7 +786,7 @@ class Walk:
 
     def run(self) -> None:
         size = applying.STEP_ITEMS, applying.STEP_REMOVALS
-        applying.STEP_ITEMS, applying.STEP_REMOVALS = 2, 2  # type: ignore[misc]
+        applying.STEP_ITEMS, applying.STEP_REMOVALS = 2, 2
         try:
             for _ in range(25):
                 [self.send, self.send, self.end, self.step, self.step, self.step, self.sell, self.sweep][
@@ -787,7 +794,7 @@ class Walk:
                 ]()
             self.finish()
         finally:
-            applying.STEP_ITEMS, applying.STEP_REMOVALS = size  # type: ignore[misc]
+            applying.STEP_ITEMS, applying.STEP_REMOVALS = size
 
     def send(self) -> None:
         task_id = 1 + self.below(6)
@@ -973,11 +980,10 @@ def test_a_row_that_returns_while_it_is_swept_stays(product: Feeds, monkeypatch:
     product.ids(1, "a")
     product.ids(2)
     product.pass_days(31)
-    relation = sweeping.relation
 
     def meanwhile(tx: Transaction, *given: Any) -> Any:
         tx.driver("UPDATE feed SET removed_at_us = NULL")
-        return relation(tx, *given)
+        return batch.relation(tx, *given)
 
     monkeypatch.setattr(sweeping, "relation", meanwhile)
     sweeping.forget(product.store, product.listings, 10)
@@ -991,3 +997,80 @@ def test_figures_count_the_feeds_that_are_not_finished(make: Callable[..., Feeds
     product.ids(2, "a")
     product.send(3, item("a"))
     assert product.store.read(reporting.figures) == {"taking": 1, "held": 1, "ended": 0, "applying": 0, "removing": 0}
+
+
+# Over HTTP -----------------------------------------------------------------------------------------------------------
+
+NDJSON = {"content-type": "application/x-ndjson"}
+
+
+@pytest.fixture
+def caller(tmp_path: Path) -> Iterator[Caller]:
+    made_of = load_settings(
+        parts={"listings": PART.settings} if PART.settings else {},
+        environ={},
+        options={"store.url": f"sqlite:///{tmp_path / 'keyfold.db'}"},
+    )
+    made = Caller(Context.open(made_of, [PART]))
+    yield made
+    made.close()
+
+
+def post(caller: Caller, path: str, *items: Any, **more: Any) -> Answered:
+    return caller("POST", path, body=b"\n".join(lines(*items)), headers=NDJSON, **more)
+
+
+@pytest.mark.spec("LST-12", "LST-13")
+def test_a_feed_over_http_is_sent_resumed_ended_held_approved_and_reported(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product = Feeds(caller.context, None)
+    product.ids(1, *"abcd")
+    monkeypatch.setattr(bodies, "LINES_MAX", 2)
+    base = "/v1/feeds/7/2"
+    assert caller("GET", base).slug == "not-found"
+    answer = post(caller, f"{base}/items", item("a"), b"?", item("x"))
+    assert (answer.status, answer.json["position"], answer.json["taken"]["unreadable"]) == (200, 3, 1)
+    gap = post(caller, f"{base}/items?position=5", item("y"))
+    assert (gap.slug, gap.json["hint"]) == ("conflict", "Send the items from 3 on")
+    assert post(caller, f"{base}/items?position=1", b"?", item("x"), item("y")).json["position"] == 4
+    early = caller("GET", f"{base}?plan=true").json
+    assert (early["stage"], early["reason"], early["plan"]["create"]) == ("taking", "its end has not come", 2)
+    assert caller("GET", base).json["plan"] is None
+    assert caller("POST", f"{base}/end", json={"items": 5}).slug == "conflict"
+    assert caller("POST", f"{base}/end", json={"items": 4}).json["stage"] == "ended"
+    assert caller("GET", f"{base}?plan=true").json["reason"] == "it would remove 3 of 4 offers"
+    product.run()
+    held = caller("GET", base).json
+    assert (held["stage"], held["reason"]) == ("held", "it would remove 3 of 4 offers")
+    assert caller("POST", f"{base}/approve").json["approved_by"] == "tests"
+    product.run()
+    done = caller("GET", f"{base}/report?limit=1").json
+    assert (done["feed"]["stage"], done["feed"]["done"]["removed"], done["next_after"]) == ("done", 3, None)
+    assert [each["place"] for each in done["problems"]] == ["item 000000001"]
+    assert product.live() == {"a", "x", "y"}
+
+
+@pytest.mark.spec("LST-12", "LST-18")
+def test_a_token_sees_the_feeds_of_its_own_sellers_and_needs_the_scope(caller: Caller) -> None:
+    store = caller.context.store
+    mine = access.create(store, "mine", ["listings.write", "read"], {"seller": ["7"]})
+    reader = access.create(store, "reader", ["read"])
+    product = Feeds(caller.context, None)
+    for seller in "78":
+        product.send(1, item("a"), seller=seller)
+    calls: list[tuple[str, str, dict[str, Any]]] = [
+        ("POST", "/items?position=1", {"body": b"?", "headers": NDJSON}),
+        ("POST", "/end", {"json": {"items": 2}}),
+        ("POST", "/approve", {}),
+        ("GET", "", {}),
+        ("GET", "/report", {}),
+    ]
+    for method, path, request in calls:
+        assert caller(method, f"/v1/feeds/8/1{path}", token=mine, **request).slug == "not-found"
+        assert caller(method, f"/v1/feeds/7/1{path}", token=mine, **request).status in (200, 409)
+        status = caller(method, f"/v1/feeds/8/1{path}", token=reader, **request).status
+        assert status == (403 if method == "POST" else 200)
+    assert product.shown(1, "8").position == 1
+    for task in ("0", "-1", "x", str(2**63)):
+        assert caller("GET", f"/v1/feeds/7/{task}").status == 400
