@@ -288,7 +288,7 @@ LOGS_OF = {"user": "visit", "banner": "ads", "page": "none"}
 SEGMENT = "/v1/segments/{segment_id}"
 NUMBERING = "/v1/numbering/{type}"
 UPLOAD_OF = {"nobodys": "0" * 32}  # of each segment, once it was begun
-DRAFT, OFFER = "/v1/drafts/{draft_id}", "/v1/offers/{offer_id}"
+DRAFT, OFFER, FEED = "/v1/drafts/{draft_id}", "/v1/offers/{offer_id}", "/v1/feeds/{seller}/{task}"
 DRAFT_OF, OFFER_OF = {"nobodys": "0" * 32}, {"nobodys": "0" * 16}  # of each seller, once they were made
 CAR = {"make": "Volvo", "model": "240", "year": 1989, "mileage_km": 312_000}
 
@@ -388,6 +388,14 @@ CASES: dict[tuple[str, str], Callable[[str], tuple[str, dict[str, Any]]]] = {
     ),
     ("get", "/v1/sellers/{seller}/presets/{preset}"): lambda key: (f"/v1/sellers/{key}/presets/all", {}),
     ("get", "/v1/sellers/{seller}/counters"): lambda key: (f"/v1/sellers/{key}/counters", {}),
+    ("post", f"{FEED}/items"): lambda key: (
+        f"/v1/feeds/{key}/1/items?position=0",
+        {"data": '{"external_id": "1"}\n', "headers": {"Content-Type": "application/x-ndjson"}},
+    ),
+    ("post", f"{FEED}/end"): lambda key: (f"/v1/feeds/{key}/1/end", {"json": {"items": 5}}),
+    ("post", f"{FEED}/approve"): lambda key: (f"/v1/feeds/{key}/1/approve", {}),
+    ("get", FEED): lambda key: (f"/v1/feeds/{key}/1", {}),
+    ("get", f"{FEED}/report"): lambda key: (f"/v1/feeds/{key}/1/report", {}),
     ("get", "/metrics"): lambda key: ("/metrics", {}),
 }
 # Its answer has only what the caller may see.
@@ -415,6 +423,8 @@ ANSWERS = {
     ("put", DRAFT): 409,
     ("post", f"{DRAFT}/publish"): 409,
     ("put", OFFER): 412,
+    ("post", f"{FEED}/end"): 409,
+    ("post", f"{FEED}/approve"): 409,
     ("put", f"{OFFER}/stages/{{stage}}"): 412,
 }
 
@@ -436,6 +446,8 @@ def with_things(shared: Served, tmp_path_factory: pytest.TempPathFactory) -> Ser
             headers={"If-Match": '"0"'},
         )
         assert kept.status_code == 200, kept.text
+        address, request = CASES["post", f"{FEED}/items"](key)
+        assert shared.call("POST", address, shared.token, **request).status_code == 200
         DRAFT_OF[key] = shared.call("POST", "/v1/drafts", shared.token, json={"seller_id": key}).json()["draft_id"]
     number_offers(shared, tmp_path_factory.mktemp("numbering"))
     return shared
