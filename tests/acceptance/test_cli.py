@@ -34,6 +34,7 @@ from tests.servers.kafka import KafkaServer
 from tests.stores import made_ready as make_schema
 
 KEYFOLD = Path(sys.executable).with_name("keyfold")
+LISTINGS_TOPICS = ("offers", "photo-requests", "photo-answers", "moderation-opinions")
 Run = subprocess.CompletedProcess[str]
 
 
@@ -672,7 +673,7 @@ def test_on_kafka_a_topic_is_listed_tailed_and_sent_again(
     keyfold: Terminal, ready_file: str, kafka_server: KafkaServer
 ) -> None:
     on_kafka = {"KEYFOLD_TOPICS_KIND": "kafka", "KEYFOLD_TOPICS_KAFKA": kafka_server.bootstrap}
-    for topic in ("tally-events", "tally-changes", "rides-orders-completed", "cdp-segments-log"):
+    for topic in ("tally-events", "tally-changes", "rides-orders-completed", "cdp-segments-log", *LISTINGS_TOPICS):
         kafka_server.create_topic(topic, 4)
     keyfold.answer("tally", "add", "apples", **on_kafka)
     pending = sa.select(sa.func.count()).where(MESSAGES.c.position.is_(None))
@@ -691,6 +692,7 @@ def test_on_kafka_a_topic_is_listed_tailed_and_sent_again(
     assert versions() == [1, 1]
     listed = keyfold.answer("topics", "list", **on_kafka)
     assert {topic["topic"]: topic["kept"] for topic in listed} == {  # type: ignore[attr-defined]
+        **dict.fromkeys(LISTINGS_TOPICS, 0),
         "cdp-segments-log": 0,
         "rides-orders-completed": 0,
         "tally-changes": 2,
@@ -736,6 +738,7 @@ def test_serve_without_work_publishes_nothing(keyfold: Terminal, ready_file: str
         assert {topic.topic: topic.pending for topic in overview(context)} == {
             "cdp-segments-log": 0,
             "rides-orders-completed": 0,
+            **dict.fromkeys(LISTINGS_TOPICS, 0),
             "tally-changes": 0,
             "tally-events": 1,
         }
@@ -885,6 +888,8 @@ CASES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("segments", "sweep"): (),
     ("segments", "get"): ("1",),
     ("segments", "history"): ("1",),
+    ("listings", "drift"): (),
+    ("listings", "export-status"): (),
     ("number", "history"): (),
     ("number", "shard"): ("7/5/1/chair",),
     ("counters", "example"): (),
@@ -921,6 +926,7 @@ ELSEWHERE = {
             "offers",
         )
     ),
+    *(("listings", each) for each in ("offer", "seller", "feed", "repair")),
     *(("segments", each) for each in ("evaluate", "upload", "approve", "retry", "off", "on", "why")),
 }
 

@@ -288,6 +288,9 @@ LOGS_OF = {"user": "visit", "banner": "ads", "page": "none"}
 SEGMENT = "/v1/segments/{segment_id}"
 NUMBERING = "/v1/numbering/{type}"
 UPLOAD_OF = {"nobodys": "0" * 32}  # of each segment, once it was begun
+DRAFT, OFFER, FEED = "/v1/drafts/{draft_id}", "/v1/offers/{offer_id}", "/v1/feeds/{seller}/{task}"
+DRAFT_OF, OFFER_OF = {"nobodys": "0" * 32}, {"nobodys": "0" * 16}  # of each seller, once they were made
+CAR = {"make": "Volvo", "model": "240", "year": 1989, "mileage_km": 312_000}
 
 # One good request for every route in the document, about the thing that `key` stands for.
 CASES: dict[tuple[str, str], Callable[[str], tuple[str, dict[str, Any]]]] = {
@@ -357,6 +360,42 @@ CASES: dict[tuple[str, str], Callable[[str], tuple[str, dict[str, Any]]]] = {
         f"/v1/numbering/{key}/find",
         {"json": {"places": [{"shard_id": 0, "doc_id": 0}]}},
     ),
+    ("post", "/v1/drafts"): lambda key: ("/v1/drafts", {"json": {"seller_id": key}}),
+    ("get", DRAFT): lambda key: (f"/v1/drafts/{DRAFT_OF[key]}?owner_id={key}", {}),
+    ("put", DRAFT): lambda key: (
+        f"/v1/drafts/{DRAFT_OF[key]}",
+        {"json": {"owner_id": key, "version": 999, "filled": {}}},
+    ),
+    ("post", f"{DRAFT}/publish"): lambda key: (
+        f"/v1/drafts/{DRAFT_OF[key]}/publish",
+        {"json": {"owner_id": key, "version": 999}},
+    ),
+    ("post", "/v1/offers"): lambda key: ("/v1/offers", {"json": {"offer_ids": [OFFER_OF[key]]}}),
+    ("get", OFFER): lambda key: (f"/v1/offers/{OFFER_OF[key]}", {}),
+    ("put", OFFER): lambda key: (
+        f"/v1/offers/{OFFER_OF[key]}",
+        {"json": {"category": "cars", "content": CAR}, "headers": {"If-Match": '"999999"'}},
+    ),
+    ("post", f"{OFFER}/status"): lambda key: (f"/v1/offers/{OFFER_OF[key]}/status", {"json": {"status": "active"}}),
+    ("get", f"{OFFER}/stages/{{stage}}"): lambda key: (f"/v1/offers/{OFFER_OF[key]}/stages/trial", {}),
+    ("put", f"{OFFER}/stages/{{stage}}"): lambda key: (
+        f"/v1/offers/{OFFER_OF[key]}/stages/trial",
+        {"json": {"state": 1}, "headers": {"If-Match": '"999999"'}},
+    ),
+    ("post", "/v1/opinions"): lambda key: (
+        "/v1/opinions",
+        {"json": {"opinions": [{"offer_id": OFFER_OF[key], "version": 1, "is_banned": False}]}},
+    ),
+    ("get", "/v1/sellers/{seller}/presets/{preset}"): lambda key: (f"/v1/sellers/{key}/presets/all", {}),
+    ("get", "/v1/sellers/{seller}/counters"): lambda key: (f"/v1/sellers/{key}/counters", {}),
+    ("post", f"{FEED}/items"): lambda key: (
+        f"/v1/feeds/{key}/1/items?position=0",
+        {"data": '{"external_id": "1"}\n', "headers": {"Content-Type": "application/x-ndjson"}},
+    ),
+    ("post", f"{FEED}/end"): lambda key: (f"/v1/feeds/{key}/1/end", {"json": {"items": 5}}),
+    ("post", f"{FEED}/approve"): lambda key: (f"/v1/feeds/{key}/1/approve", {}),
+    ("get", FEED): lambda key: (f"/v1/feeds/{key}/1", {}),
+    ("get", f"{FEED}/report"): lambda key: (f"/v1/feeds/{key}/1/report", {}),
     ("get", "/metrics"): lambda key: ("/metrics", {}),
 }
 # Its answer has only what the caller may see.
@@ -365,6 +404,8 @@ NAMES_NOTHING = {
     ("get", "/v1/segments"),
     ("post", "/v1/user-segments"),
     ("get", "/v1/numbering"),
+    ("post", "/v1/offers"),
+    ("post", "/v1/opinions"),
 }
 # It speaks of everything, so a caller who may see some is told that there is nothing.
 NEEDS_ALL = {
@@ -379,6 +420,12 @@ ANSWERS = {
     ("post", f"{SEGMENT}/approve"): 409,
     ("post", f"{SEGMENT}/retry"): 409,
     ("post", f"{SEGMENT}/uploads/{{upload_id}}/finish"): 400,
+    ("put", DRAFT): 409,
+    ("post", f"{DRAFT}/publish"): 409,
+    ("put", OFFER): 412,
+    ("post", f"{FEED}/end"): 409,
+    ("post", f"{FEED}/approve"): 409,
+    ("put", f"{OFFER}/stages/{{stage}}"): 412,
 }
 
 
@@ -390,8 +437,33 @@ def with_things(shared: Served, tmp_path_factory: pytest.TempPathFactory) -> Ser
         assert made.status_code == 200, made.text
         begun = shared.call("POST", f"/v1/segments/{key}/uploads", shared.token)
         UPLOAD_OF[key] = begun.json()["upload_id"]
+        OFFER_OF[key] = publish_car(shared, key)
+        kept = shared.call(
+            "PUT",
+            f"/v1/offers/{OFFER_OF[key]}/stages/trial",
+            shared.token,
+            json={"state": 0},
+            headers={"If-Match": '"0"'},
+        )
+        assert kept.status_code == 200, kept.text
+        address, request = CASES["post", f"{FEED}/items"](key)
+        assert shared.call("POST", address, shared.token, **request).status_code == 200
+        DRAFT_OF[key] = shared.call("POST", "/v1/drafts", shared.token, json={"seller_id": key}).json()["draft_id"]
     number_offers(shared, tmp_path_factory.mktemp("numbering"))
     return shared
+
+
+def publish_car(served: Served, seller: str) -> str:
+    """An offer of a seller, as a seller makes one."""
+    draft = served.call("POST", "/v1/drafts", served.token, json={"seller_id": seller, "category": "cars"}).json()
+    filled = {"category": "cars", "content": CAR, "price": {"amount": 100, "currency": "EUR"}}
+    address, named = f"/v1/drafts/{draft['draft_id']}", {"owner_id": seller}
+    draft = served.call(
+        "PUT", address, served.token, json=named | {"version": draft["version"], "filled": filled}
+    ).json()
+    made = served.call("POST", f"{address}/publish", served.token, json=named | {"version": draft["version"]})
+    assert made.status_code == 200, made.text
+    return str(made.json()["offer_id"])
 
 
 def number_offers(served: Served, folder: Path) -> None:
@@ -450,7 +522,9 @@ def test_of_two_tokens_neither_sees_what_is_granted_to_the_other(with_things: Se
     shared = with_things
     url = shared.store_url
     tokens = {
-        own: token_for(url, tally=[own], profile=[TYPES[own]], unit=[UNIT_OF[own]], segment=[own], numbering=[own])
+        own: token_for(
+            url, tally=[own], profile=[TYPES[own]], unit=[UNIT_OF[own]], segment=[own], numbering=[own], seller=[own]
+        )
         for own in ("hers", "his")
     }
     for method, path, _ in guarded(shared):
@@ -470,6 +544,13 @@ def test_of_two_tokens_neither_sees_what_is_granted_to_the_other(with_things: Se
     listed = shared.call("GET", "/v1/segments", tokens["hers"]).json()["segments"]
     assert [each["segment_id"] for each in listed] == ["hers"]
     assert shared.call("GET", "/v1/numbering", tokens["hers"]).json() == {"types": ["hers"]}
+    every = {"offer_ids": list(OFFER_OF.values())}
+    seen = shared.call("POST", "/v1/offers", tokens["hers"], json=every).json()
+    assert [each["offer_id"] for each in seen["offers"]] == [OFFER_OF["hers"]]
+    assert sorted(seen["missing"]) == sorted(set(OFFER_OF.values()) - {OFFER_OF["hers"]})
+    opinions = [{"offer_id": each, "version": 9, "is_banned": False} for each in OFFER_OF.values()]
+    judged = shared.call("POST", "/v1/opinions", tokens["hers"], json={"opinions": opinions}).json()["opinions"]
+    assert {each["offer_id"] for each in judged if each["result"] == "applied"} == {OFFER_OF["hers"]}
 
 
 # Asking again -----------------------------------------------------------------------------------------------------

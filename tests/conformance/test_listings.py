@@ -613,7 +613,7 @@ def test_photos_are_asked_for_once_and_their_answers_added(product: Product) -> 
         PhotoAnswer(offer_id="0" * 16, url=URLS[2], error="not an image"),
     ]
     errors = product.do(keeping.add_photos, answers)
-    assert [(each.url, each.error) for each in errors] == [(URLS[2], "not an image")]
+    assert errors == [("7", offer_id, URLS[2], "not an image")]
     before = product.told()
     assert kinds(before, "photos")[-1][3]["body"]["photos"] == [
         {"url": URLS[2], "state": "failed", "error": "not an image"},

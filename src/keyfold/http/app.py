@@ -41,7 +41,7 @@ class Door:
         self._state = state
         self._router = CompiledRouter()
         self._nothing = Nothing(guards)
-        self._deadlines = Deadlines(guards.limits.request_seconds_max)
+        self._deadlines = guards.deadlines
         self.under_way = 0
         self._meters: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
 
@@ -189,7 +189,8 @@ def create_app(context: Context, gatherer: Gatherer) -> Door:
     """The door of the opened product: the routes of its parts, its documentation, its health."""
     access = Access(context.store, context.limits, demo=context.settings.http.demo)
     threads = Threads(context.settings.store.connections_max, context.limits.gather_queue_max)
-    guards = Guards(access, Rates(context.limits.requests_per_second_max), gatherer, threads, context.limits)
+    rates, deadlines = Rates(context.limits.requests_per_second_max), Deadlines(context.limits.request_seconds_max)
+    guards = Guards(access, rates, gatherer, threads, deadlines, context.limits)
     state = health.State()
     door = Door(guards, state)
     routes = [route for part in context.parts if part.routes for route in part.routes(context)]

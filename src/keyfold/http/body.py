@@ -1,29 +1,34 @@
 """The body of a request: read no further than the limit, checked, and decoded into the type of its route."""
 
 import asyncio
-import json
 import re
+import time
+from collections.abc import AsyncIterator
 
 import msgspec
 from msgspec import Struct
 
-from keyfold.core.errors import BadInput, TooDeep, TooLarge, WrongMediaType
+from keyfold.core.errors import BadInput, TooLarge, WrongMediaType
+from keyfold.core.jsontext import (
+    must_hold_no_nul,
+    must_hold_whole_characters,
+    must_not_be_deeper,
+    must_not_repeat_names,
+)
 from keyfold.core.limits import Limits
+from keyfold.core.route import Lines
 from keyfold.http.problems import refused_input
 from keyfold.http.shapes import is_open
 from keyfold.http.wire import Call
 
 DRAIN_BYTES_MAX = 64 * 1024 * 1024
 DRAIN_SECONDS_MAX = 2.0
+LINES_MEDIA = "application/x-ndjson"
+LINES_MAX = 1_000  # handed over at once
+LINES_BYTES = 1024 * 1024
 
+_LINES_TYPE = re.compile(rb'application/x-ndjson\s*(;\s*charset\s*=\s*"?utf-8"?\s*)?;?', re.IGNORECASE)
 _JSON_TYPE = re.compile(rb'application/json\s*(;\s*charset\s*=\s*"?utf-8"?\s*)?;?', re.IGNORECASE)
-_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
-_HALF = re.compile(rb"\\u[dD](?:[89abAB]\w\w(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]\w\w\\u[dD])[c-fC-F])")
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_ONE_KIND = bytes.maketrans(b"{}", b"[]")
-_decode_any = msgspec.json.Decoder().decode
-_encode = msgspec.json.Encoder().encode
 
 
 class Decoder:
@@ -89,6 +94,124 @@ async def _read(call: Call, expected: int | None, bytes_max: int) -> bytes:
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
+async def read_lines(call: Call, line_bytes_max: int, wait_seconds_max: float) -> AsyncIterator[Lines]:
+    """The lines of a body, some at a time: as many as are handed over at once, or as came within the time.
+
+    Never more is held than one hand-over, one line and what the server received at once, however long the body is.
+    Lines without anything in them are left out, and not counted. The last hand-over may be empty.
+    """
+    must_be_lines(call)
+    expected = declared_bytes(call)
+    splitter = _Splitter(line_bytes_max)
+    size, more = 0, expected != 0
+    since = time.monotonic()
+    while more:
+        chunk, more = await _received(call)
+        size += len(chunk)
+        if expected is not None and size > expected:
+            raise BadInput("the body is longer than its Content-Length")
+        more = more and size != expected
+        splitter.add(chunk)
+        while splitter.is_full or (more and splitter.lines and time.monotonic() - since > wait_seconds_max):
+            yield splitter.taken()
+            since = time.monotonic()
+    call.body_read = True
+    if expected is not None and size < expected:
+        raise BadInput("the body is shorter than its Content-Length")
+    splitter.end()
+    yield splitter.taken()
+
+
+async def _received(call: Call) -> tuple[bytes, bool]:
+    """The next piece of a body, and whether more comes behind it."""
+    call.reading = True
+    try:
+        event = await call.receive()
+    finally:
+        call.reading = False
+    if event["type"] != "http.request":
+        call.body_read = True
+        raise BadInput("the body broke off, or its chunks are malformed")
+    return event.get("body", b""), event.get("more_body", False)
+
+
+class _Splitter:
+    """Pieces go in as they come, lines come out."""
+
+    def __init__(self, line_bytes_max: int) -> None:
+        self.lines: list[bytes] = []
+        self._first = 0  # the number of the first of them
+        self._bytes = 0
+        self._open: list[bytes] = []  # pieces of the line whose end has not come
+        self._open_bytes = 0
+        self._line_bytes_max = line_bytes_max
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.lines) >= LINES_MAX or self._bytes >= LINES_BYTES
+
+    def add(self, chunk: bytes) -> None:
+        head, newline, rest = chunk.partition(b"\n")
+        self._keep_open(head)
+        if not newline:
+            return
+        self.end()
+        *whole, tail = rest.split(b"\n")
+        for line in whole:
+            self._add_line(line)
+        self._keep_open(tail)
+
+    def end(self) -> None:
+        """The open line ends here."""
+        line = self._open[0] if len(self._open) == 1 else b"".join(self._open)
+        self._open, self._open_bytes = [], 0
+        self._add_line(line)
+
+    def taken(self) -> Lines:
+        """So many of the lines as are handed over at once."""
+        size, count = 0, 0
+        for line in self.lines[:LINES_MAX]:
+            size += len(line)
+            count += 1
+            if size >= LINES_BYTES:
+                break
+        taken = Lines(self._first, self.lines[:count])
+        self.lines = self.lines[count:]
+        self._first += count
+        self._bytes -= size
+        return taken
+
+    def _keep_open(self, piece: bytes) -> None:
+        self._open_bytes += len(piece)
+        self._must_not_be_longer(self._open_bytes)
+        if piece:
+            self._open.append(piece)
+
+    def _add_line(self, line: bytes) -> None:
+        self._must_not_be_longer(len(line))
+        if not line.isascii():
+            self._must_be_text(line)
+        if line and not line.isspace():
+            self.lines.append(line)
+            self._bytes += len(line)
+
+    def _must_not_be_longer(self, size: int) -> None:
+        if size > self._line_bytes_max:
+            raise TooLarge(
+                f"the line has more than the {self._line_bytes_max} bytes that are allowed", place=self._here
+            )
+
+    def _must_be_text(self, line: bytes) -> None:
+        try:
+            line.decode()
+        except UnicodeDecodeError as error:
+            raise BadInput(f"the line is not UTF-8: {error.reason}", place=self._here) from None
+
+    @property
+    def _here(self) -> str:
+        return f"line {self._first + len(self.lines)}"
+
+
 def must_be_absent(call: Call) -> None:
     if call.headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in call.headers:
         raise BadInput("this call takes no body")
@@ -96,9 +219,23 @@ def must_be_absent(call: Call) -> None:
 
 def must_be_json(call: Call) -> None:
     given = call.headers.get(b"content-type")
-    if given is None or (given != b"application/json" and not _JSON_TYPE.fullmatch(given)):
+    if given != b"application/json":
+        _must_match(given, _JSON_TYPE, "application/json")
+    _must_be_plain(call)
+
+
+def must_be_lines(call: Call) -> None:
+    _must_match(call.headers.get(b"content-type"), _LINES_TYPE, LINES_MEDIA)
+    _must_be_plain(call)
+
+
+def _must_match(given: bytes | None, kind: re.Pattern[bytes], name: str) -> None:
+    if given is None or not kind.fullmatch(given):
         what = "has no Content-Type" if given is None else f"is {given.decode('latin-1')[:100]}"
-        raise WrongMediaType(f"the body {what}", hint="Send Content-Type: application/json")
+        raise WrongMediaType(f"the body {what}", hint=f"Send Content-Type: {name}")
+
+
+def _must_be_plain(call: Call) -> None:
     encoding = call.headers.get(b"content-encoding")
     if encoding is not None and encoding != b"identity":
         raise WrongMediaType(f"the body is encoded as {encoding.decode('latin-1')[:100]}", hint="Send plain JSON")
@@ -132,44 +269,3 @@ async def drain(call: Call) -> None:
                 size += len(event.get("body", b""))
     except TimeoutError:
         return
-
-
-def must_hold_no_nul(body: bytes) -> None:
-    """PostgreSQL has no NUL in text, so nobody may send one."""
-    if b"\\u0000" in body and (found := _NUL.search(body)):
-        raise BadInput("text may not contain NUL (\\u0000)", place=f"byte {found.end() - 6}")
-
-
-def must_hold_whole_characters(body: bytes) -> None:
-    """The decoder calls half a surrogate pair a truncated body, which would send the caller looking elsewhere."""
-    if found := _HALF.search(body):
-        raise BadInput("a \\u escape is half of a surrogate pair", place=f"byte {found.start()}")
-
-
-def must_not_repeat_names(body: bytes) -> None:
-    """A name twice in one object means different things to different readers, so it means nothing to us.
-
-    A dictionary keeps one of the two, so what was decoded and encoded again has fewer colons: this needs no look at
-    the names, and costs about as much as decoding. Only an escaped colon could hide one; then the names are looked at.
-    """
-    hidden = b"\\u003" in body
-    if hidden or _encode(_decode_any(body)).count(b":") < body.count(b":"):
-        json.loads(body, object_pairs_hook=_must_be_distinct)
-
-
-def _must_be_distinct(pairs: list[tuple[str, object]]) -> None:
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise BadInput(f"the name {twice[:100]!r} appears twice in one object")
-
-
-def must_not_be_deeper(body: bytes, depth_max: int) -> None:
-    """Refuse valid JSON that nests deeper: of its brackets alone, each pass takes away the innermost level."""
-    if body.count(b"[") + body.count(b"{") <= depth_max:
-        return
-    brackets = _STRING.sub(b"", body).translate(_ONE_KIND, _NOT_BRACKETS)
-    for _ in range(depth_max):
-        brackets = brackets.replace(b"[]", b"")
-    if brackets:
-        raise TooDeep(f"the body nests deeper than {depth_max} levels")

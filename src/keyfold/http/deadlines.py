@@ -28,6 +28,11 @@ class Deadlines:
         if not self._armed:
             self._arm()
 
+    def renew(self, call: Call) -> None:
+        """A call that comes along piece by piece has as much time for the next one."""
+        task, _ = self._under_way.pop(call)
+        self._under_way[call] = (task, time.monotonic() + self._seconds_max)
+
     def end(self, call: Call) -> None:
         del self._under_way[call]
 

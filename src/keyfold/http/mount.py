@@ -17,6 +17,7 @@ from keyfold.core.limits import Limits
 from keyfold.core.route import Route
 from keyfold.http import body as bodies
 from keyfold.http.access import Access
+from keyfold.http.deadlines import Deadlines
 from keyfold.http.problems import refused_input
 from keyfold.http.rates import Rates
 from keyfold.http.shapes import float_names, must_be_strict
@@ -39,6 +40,7 @@ class Guards(Struct, frozen=True):
     rates: Rates
     gatherer: Gatherer
     threads: Threads
+    deadlines: Deadlines
     limits: Limits
 
     async def admit(self, call: Call) -> Client:
@@ -67,6 +69,8 @@ class Mounted:
         client = await self._guards.admit(call)
         client.must_have(route.scope)
         raw, body = b"", None
+        if route.lines is not None:
+            return await self._streamed(call, client, params)
         if self._decode is None:
             bodies.must_be_absent(call)
         else:
@@ -86,6 +90,20 @@ class Mounted:
         if route.pace is not None and (pace := route.pace(ask)):
             return await _paced(self._ran(ask), pace)
         return await self._ran(ask)
+
+    async def _streamed(self, call: Call, client: Client, params: Mapping[str, str]) -> Answer:
+        """Lines are handed over as they come; who hands them over has time for the next ones."""
+        run, deadlines = self.route.run, self._guards.deadlines
+        assert not isinstance(run, Operation)
+        ask = Ask(client=client, path=self._path(params), query=self._query(call.query))
+        wait_seconds_max = self._guards.limits.request_seconds_max / 3
+        reply: Reply | None = None
+        async for lines in bodies.read_lines(call, self._bytes_max, wait_seconds_max):
+            if lines.lines or reply is None:
+                reply = await self._called(run, msgspec.structs.replace(ask, body=lines))
+                deadlines.renew(call)
+        assert reply is not None
+        return _answer(reply)
 
     async def _ran(self, ask: Ask) -> Answer:
         run = self.route.run
@@ -137,9 +155,13 @@ def must_be_sound(route: Route) -> None:
         raise TypeError(f"{where}: the path must look like /v1/things/{{key}}")
     if route.scope not in SCOPES:
         raise TypeError(f"{where}: there is no scope {route.scope!r}")
-    for kind in (route.body, route.query):
+    for kind in (route.body, route.lines, route.query):
         if kind is not None:
             must_be_strict(kind, where)
+    if route.lines is not None and (route.body is not None or route.if_match or route.pace is not None):
+        raise TypeError(f"{where}: lines are the whole body, and no edit")
+    if route.lines is not None and isinstance(route.run, Operation):
+        raise TypeError(f"{where}: lines go to a function, some at a time, and are not gathered")
     if isinstance(route.run, Operation):
         if route.run.status != route.status:
             raise TypeError(f"{where}: the route answers {route.status}, its operation {route.run.status}")

@@ -29,6 +29,7 @@ from keyfold.core.errors import (
     WrongMediaType,
 )
 from keyfold.core.route import Route
+from keyfold.http.body import LINES_MEDIA
 from keyfold.http.health import METRICS_TEXT, Health
 from keyfold.http.problems import PROBLEM_JSON, Problem, type_of
 from keyfold.http.shapes import is_open
@@ -137,7 +138,8 @@ class Schemas:
     """The schema of every type that goes in or out, named once."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
-        taken = [kind for route in routes for kind in (route.body, route.query, route.path_type) if kind is not None]
+        kinds = [(route.body, route.lines, route.query, route.path_type) for route in routes]
+        taken = [kind for each in kinds for kind in each if kind is not None]
         given = [route.answer for route in routes if route.answer is not None] + [own.answer for own in OWN]
         self._kinds = [*taken, *given, Problem]
         self._schemas, components = msgspec.json.schema_components(self._kinds, ref_template=REF)
@@ -182,6 +184,12 @@ def _operation(route: Route, routes: Sequence[Route], schemas: Schemas) -> Schem
             "required": True,
             "content": {"application/json": {"schema": schemas.of(route.body)}},
         }
+    if route.lines is not None:
+        operation["requestBody"] = {
+            "required": True,
+            "description": "One document a line, of any number of lines; they are taken as they come.",
+            "content": {LINES_MEDIA: {"schema": {"type": "string", "contentSchema": schemas.of(route.lines)}}},
+        }
     return operation
 
 
@@ -206,8 +214,9 @@ def _own_operation(own: Described, schemas: Schemas) -> Schema:
 def errors_of(route: Route) -> list[type[KeyfoldError]]:
     """Every error that this route can answer."""
     errors: list[type[KeyfoldError]] = [*ALWAYS]
-    if route.body is not None:
+    if route.body is not None or route.lines is not None:
         errors += WITH_BODY
+    if route.body is not None:
         errors += [TooDeep] if is_open(route.body) else []
     if route.idempotent:
         errors.append(IdempotencyConflict)

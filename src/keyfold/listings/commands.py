@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from keyfold.core.answer import Answer, printable
+from keyfold.core.answer import Answer, Row, printable
 from keyfold.core.context import Context
 from keyfold.core.errors import BadInput, NotFound
 from keyfold.core.times import iso
 
 if TYPE_CHECKING:
     from keyfold.core.store import Transaction
+    from keyfold.listings.service.feeds.tasks import FeedShown
     from keyfold.listings.service.listings import Listings
     from keyfold.listings.service.repairing import Drift
 
@@ -102,6 +103,38 @@ def seller(
 
 
 @app.command()
+def feed(
+    ctx: typer.Context,
+    seller_id: SellerArgument,
+    task: Annotated[int | None, typer.Argument(metavar="[TASK]", help="one feed; the newest ones if left out")] = None,
+    approve: Annotated[bool, typer.Option("--approve", help="Let a feed that is held go on.")] = False,
+    after: Annotated[str, typer.Option(metavar="PLACE", help="Problems behind this place.")] = "",
+    limit: Annotated[int, typer.Option(min=1, max=1_000, help="Problems shown, or feeds.")] = 20,
+) -> Answer:
+    """Show the feeds of a seller, or one with its plan and problems."""
+    from keyfold.listings.service.feeds import reporting, tasks
+
+    context, listings = _opened(ctx)
+    if task is None:
+        if approve:
+            raise BadInput("--approve needs the TASK", place="TASK")
+        found = context.store.read(lambda tx: tasks.newest(tx, seller_id, limit))
+        return Answer(data=found, table=[_feed_row(each) for each in found])
+    if approve:
+        context.store.transact(
+            lambda tx: tasks.approve(tx, listings, seller_id, task, ACTOR), name="feed approve", once=True
+        )
+    report = context.store.read(lambda tx: reporting.report(tx, listings, seller_id, task, after, limit))
+    plan = report.feed.plan
+    lines = [f"problem at {printable(each.place)}: {printable(each.reason)}" for each in report.problems]
+    if plan is not None:
+        lines.insert(0, f"plan: create {plan.create}, update {plan.update}, remove {plan.delete} of {plan.live}")
+    if report.next_after:
+        lines.append(f"more: keyfold listings feed {seller_id} {task} --after '{report.next_after}'")
+    return Answer(data=report, table=[_feed_row(report.feed)], lines=lines)
+
+
+@app.command()
 def drift(
     ctx: typer.Context,
     sellers: Annotated[list[str] | None, typer.Argument(metavar="[SELLER]...", help="all if left out")] = None,
@@ -162,6 +195,16 @@ def export_status(ctx: typer.Context) -> Answer:
     ]
     waiting = sum(each.pending for each in shards)
     return Answer(data=shards, table=rows, lines=[f"{waiting} changes wait to go to {topic}"])
+
+
+def _feed_row(shown: "FeedShown") -> Row:
+    return {
+        "task": shown.task_id,
+        "stage": shown.stage,
+        "items": shown.position,
+        "reason": printable(shown.reason),
+        "moved": iso(shown.moved_at_us),
+    }
 
 
 def _drifted(found: "Sequence[Drift]", notes: Sequence[str], exit_code: int = 0) -> Answer:

@@ -4,7 +4,7 @@ import hashlib
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -405,15 +405,20 @@ class Item(Struct, frozen=True, kw_only=True):
     offer: Offer | None
 
 
-Act = Literal["create", "update", "keep", "return", "ignore"]
+Act = Literal["create", "update", "return", "keep", "sold", "ignore"]
 
 
 class Decided(Struct, frozen=True):
-    """What becomes of an item."""
+    """What becomes of an item: what its offer is from here on, and why it is not what the item says."""
 
     act: Act
     offer: Offer | None = None
     why: str = ""
+
+    @property
+    def is_in_feed(self) -> bool:
+        """Whether the task has this external id, so that its end does not remove the offer."""
+        return self.act != "ignore"
 
 
 def external_id_of(given: str | None, content: Mapping[str, Any]) -> str:
@@ -424,34 +429,29 @@ def external_id_of(given: str | None, content: Mapping[str, Any]) -> str:
     return f"sha256:{hashlib.sha256(canonical).hexdigest()}"
 
 
-def is_task_new(task_id: int, last_ended_task_id: int | None) -> bool:
+def is_task_new(task_id: int, ended_task_id: int | None) -> bool:
     """Items and ends of a task that is not newer than the last ended one change nothing."""
-    return last_ended_task_id is None or task_id > last_ended_task_id
+    return ended_task_id is None or task_id > ended_task_id
 
 
 def decide_item(
-    item: Item,
-    task_id: int,
-    *,
-    last_ended_task_id: int | None,
-    row: FeedRow | None,
-    matched: Offer | None,
-    removed: Offer | None,
+    item: Item, task_id: int, *, row: FeedRow | None, there: Offer | None, returns_since_us: int
 ) -> Decided:
-    """What an item does. `matched` is the seller's offer of this external id that is not removed, banned or not;
-    `removed` is one that was removed within the window of returning."""
-    if not is_task_new(task_id, last_ended_task_id):
-        return Decided("ignore", why=f"task {last_ended_task_id} has ended")
+    """What an item does. `there` is the offer that the row of its external id names, whatever its status is now; an
+    offer that was removed since `returns_since_us` returns."""
     if row is not None and row.task_id > task_id:
         return Decided("ignore", why=f"task {row.task_id} has changed it since")
+    if there is not None and there.status in ("active", "expired", "sold"):
+        if item.offer is None:
+            # Its offer stays alive: a slip in one field must not take an advertisement down.
+            return Decided("keep", there, "invalid")
+        return Decided("update", updated_by_feed(there, item.offer))
+    if there is not None and there.was_sold:
+        return Decided("sold", there, "its offer was sold and is archived")
     if item.offer is None:
-        # Its offer stays alive: a slip in one field must not take an advertisement down.
-        return Decided("keep", matched, "invalid") if matched is not None else Decided("ignore", why="invalid and new")
-    if matched is not None:
-        return Decided("update", updated_by_feed(matched, item.offer))
-    if removed is not None:
-        back = updated_by_feed(removed, item.offer)
-        return Decided("return", moved(back, "active", "feed"))
+        return Decided("ignore", why="invalid and new")
+    if there is not None and there.status == "removed" and there.status_at_us >= returns_since_us:
+        return Decided("return", moved(updated_by_feed(there, item.offer), "active", "feed"))
     return Decided("create", item.offer)
 
 
@@ -461,16 +461,15 @@ def updated_by_feed(before: Offer, item: Offer) -> Offer:
     return msgspec.structs.replace(
         before,
         category=item.category,
+        schema_version=item.schema_version,
         content=item.content,
         price=item.price,
         photos=item.photos,
+        business_id=item.business_id,
+        shop_id=item.shop_id,
+        warehouse_id=item.warehouse_id,
         status=status,
     )
-
-
-def is_gone(row: FeedRow, ended_task_id: int) -> bool:
-    """Whether an offer of a feed is missing from the task that has ended. (Offers made by hand have no row.)"""
-    return row.task_id < ended_task_id
 
 
 def removed_by_feed(offer: Offer) -> Offer:
@@ -483,13 +482,14 @@ def removed_by_feed(offer: Offer) -> Offer:
 class FeedPlan(Struct, frozen=True):
     """What a feed would do, before it does it."""
 
-    create: int
+    create: int  # or return, where an offer was removed a short while ago
     update: int
     delete: int
-    keep: int
+    keep: int  # invalid items whose offers stay as they are
     invalid: int
     live: int  # offers of the feed before
     has_ended: bool
+    sold: int = 0  # items whose offers were sold and archived: they are not made anew
 
 
 def why_held(plan: FeedPlan, delete_share_max: float) -> str:
@@ -499,13 +499,3 @@ def why_held(plan: FeedPlan, delete_share_max: float) -> str:
     if plan.live and plan.delete > delete_share_max * plan.live:
         return f"it would remove {plan.delete} of {plan.live} offers"
     return ""
-
-
-def last_of_each(items: Iterable[Item], repeated: Callable[[str], None]) -> dict[str, Item]:
-    """Of items with one external id the last wins; the others are told."""
-    found: dict[str, Item] = {}
-    for item in items:
-        if item.external_id in found:
-            repeated(item.external_id)
-        found[item.external_id] = item
-    return found

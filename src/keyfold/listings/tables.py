@@ -138,6 +138,8 @@ FEED = table(
 )
 _IS_LIVE = FEED.c.removed_at_us.is_(None)
 sa.Index("feed_task", FEED.c.seller_id, FEED.c.task_id, sqlite_where=_IS_LIVE, postgresql_where=_IS_LIVE)
+_IS_REMOVED = FEED.c.removed_at_us.is_not(None)
+sa.Index("feed_removed", FEED.c.removed_at_us, sqlite_where=_IS_REMOVED, postgresql_where=_IS_REMOVED)
 
 FEED_TASKS = table(
     "feed_tasks",
@@ -146,6 +148,7 @@ FEED_TASKS = table(
     sa.Column("version", Int64, nullable=False),
     sa.Column("shard_id", Int32, nullable=False),
     sa.Column("stage", Text, nullable=False),
+    sa.Column("is_staged", Int32, nullable=False),  # whether there may be rows of FEED_ITEMS
     sa.Column("position", Int64, nullable=False),  # items taken in
     sa.Column("counts", Text, nullable=False),  # JSON: the plan, and what was done
     sa.Column("upto", BinaryText, nullable=False),  # the last external id that was applied
@@ -155,6 +158,8 @@ FEED_TASKS = table(
     distribute_by="seller_id",
 )
 sa.Index("feed_tasks_stage", FEED_TASKS.c.shard_id, FEED_TASKS.c.stage, FEED_TASKS.c.moved_at_us)
+_IS_STAGED = FEED_TASKS.c.is_staged == sa.literal_column("1")
+sa.Index("feed_tasks_staged", FEED_TASKS.c.stage, sqlite_where=_IS_STAGED, postgresql_where=_IS_STAGED)
 
 # The items of a task until it is done; of one external id the last.
 FEED_ITEMS = table(
@@ -167,7 +172,8 @@ FEED_ITEMS = table(
     distribute_by="seller_id",
 )
 
-# What a seller is told of a feed: items that could not be taken, repeats, photos that failed.
+# What a seller is told of a feed: items that could not be taken, repeats, photos that failed. `place` is the item's
+# position or the photo, written so that the places are in order.
 FEED_PROBLEMS = table(
     "feed_problems",
     sa.Column("seller_id", BinaryText, primary_key=True),

@@ -20,7 +20,9 @@ from keyfold.core.store import Transaction
 from keyfold.core.workers import worker_name
 from keyfold.listings import metrics
 from keyfold.listings.model import SHARDS
-from keyfold.listings.service import applying, feeding, keeping, walking
+from keyfold.listings.service import keeping, walking
+from keyfold.listings.service.feeds import applying, reporting, sweeping
+from keyfold.listings.service.feeds.tasks import ENDED
 from keyfold.listings.service.listings import Listings
 from keyfold.listings.service.walking import Guard, Scrubber
 
@@ -44,7 +46,7 @@ def consumers(context: Context) -> list[Consumer]:
         Consumer(
             name="listings-photos",
             topic=listings.settings.photo_answers_topic,
-            apply=keeping.take_answers(listings, feeding.tell_photo_errors),
+            apply=keeping.take_answers(listings),
             ordered=False,
             replayable=True,
         ),
@@ -60,7 +62,7 @@ def loops(context: Context) -> list[Loop]:
             stop=scheduler.stop,
             idle_seconds=0.2,
             idle_seconds_max=2.0,
-            wake=context.topics.listen(feeding.ENDED),
+            wake=context.topics.listen(ENDED),
         )
     ]
 
@@ -116,11 +118,11 @@ class Scheduler:
 
     def _measure(self) -> None:
         metrics.OVERDUE.set(self._store.read(walking.overdue_seconds))
-        for stage, count in self._store.read(feeding.figures).items():
+        for stage, count in self._store.read(reporting.figures).items():
             metrics.FEEDS.labels(stage).set(count)
         while walking.forget(self._store, self._listings, self._rows_max):
             pass
-        while feeding.forget(self._store, self._listings, self._rows_max):
+        while sweeping.forget(self._store, self._listings, self._rows_max):
             pass
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from msgspec import Struct
 
 from keyfold.core.errors import BadInput, TooDeep
+from keyfold.core.jsontext import must_not_be_deeper
 from keyfold.core.limits import Limits
 from keyfold.http import body as bodies
 from tests.unit.http.conftest import Caller, Open
@@ -154,10 +155,10 @@ def test_depth_is_counted_exactly(value: Any) -> None:
 
     body = json.dumps(value).encode()
     levels = depth(value)
-    bodies.must_not_be_deeper(body, max(1, levels))
+    must_not_be_deeper(body, max(1, levels))
     if levels > 1:
         with pytest.raises(TooDeep):
-            bodies.must_not_be_deeper(body, levels - 1)
+            must_not_be_deeper(body, levels - 1)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from msgspec import Meta, Struct
 
 from keyfold.core import logs, settings
 from keyfold.core.context import Context
-from keyfold.core.errors import VersionStale
+from keyfold.core.errors import Conflict, VersionStale
 from keyfold.core.gather import Ask, Operation, Outcome, Versioned
 from keyfold.core.part import Part
-from keyfold.core.route import Route
+from keyfold.core.route import Lines, Route
 from keyfold.core.store import Store, Transaction
 
 Number = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -57,12 +57,30 @@ class Trial(Struct, frozen=True):
     version: int
 
 
+class LinesQuery(Struct, frozen=True, forbid_unknown_fields=True):
+    seconds: float = 0.0
+    refuse: Annotated[int, Meta(ge=-1, le=2**31)] = -1
+
+
 class Trials(Struct, frozen=True):
     trials: list[Trial]
 
 
 class Echo(Struct, frozen=True):
     said: str
+
+
+handed: list[Lines] = []  # what the route of lines was called with
+
+
+def take_lines(ask: Ask) -> Outcome:
+    """Slowly, if asked to, and refusing the line of a number."""
+    time.sleep(ask.query.seconds)
+    body: Lines = ask.body
+    if body.first <= ask.query.refuse < body.first + len(body.lines):
+        return Conflict(f"line {ask.query.refuse} is refused")
+    handed.append(body)
+    return Echo(f"{body.first + len(body.lines)} lines")
 
 
 def make_table(store: Store) -> None:
@@ -199,6 +217,16 @@ def routes(context: Context) -> list[Route]:
             body=AddBody,
             answer=Trials,
             idempotent=True,
+        ),
+        Route(
+            method="POST",
+            path="/v1/lines",
+            summary="Take lines",
+            scope="ingest",
+            run=take_lines,
+            lines=Item,
+            query=LinesQuery,
+            answer=Echo,
         ),
         Route(method="GET", path="/v1/broken", summary="Fail", scope="read", run=broken, answer=Echo),
         Route(

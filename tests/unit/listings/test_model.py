@@ -280,34 +280,33 @@ def test_a_repeated_sale_and_a_price_that_comes_late_add_nothing() -> None:
 
 
 def decide(
-    item: Offer | None,
-    task_id: int = 5,
-    *,
-    ended: int | None = 4,
-    row: FeedRow | None = None,
-    matched: Offer | None = None,
-    removed: Offer | None = None,
+    item: Offer | None, task_id: int = 5, *, row: FeedRow | None = None, there: Offer | None = None, since_us: int = 0
 ) -> model.Decided:
     return model.decide_item(
-        Item(external_id="vin-1", offer=item),
-        task_id,
-        last_ended_task_id=ended,
-        row=row,
-        matched=matched,
-        removed=removed,
+        Item(external_id="vin-1", offer=item), task_id, row=row, there=there, returns_since_us=since_us
     )
 
 
-NEW = offer(content={"year": 2024}, price=Price(9, "RUB"), external_id="vin-1")
+NEW = offer(
+    content={"year": 2024},
+    price=Price(9, "RUB"),
+    external_id="vin-1",
+    schema_version=9,
+    business_id=8,
+    shop_id=7,
+    warehouse_id=6,
+)
 
 
 @pytest.mark.spec("LST-12")
 def test_an_item_of_an_older_task_changes_nothing() -> None:
-    assert decide(NEW, 4, ended=4).act == "ignore"
-    assert decide(NEW, 3, ended=4).act == "ignore"
-    assert decide(NEW, 5, ended=4, row=FeedRow("1", 6), matched=offer()).act == "ignore"
-    assert decide(NEW, 5, ended=4, row=FeedRow("1", 5), matched=offer()).act == "update"
-    assert decide(NEW, 1, ended=None).act == "create"
+    assert not model.is_task_new(4, 4)
+    assert not model.is_task_new(3, 4)
+    assert model.is_task_new(5, 4)
+    assert model.is_task_new(1, None)
+    assert decide(NEW, 5, row=FeedRow("1", 6), there=offer()).act == "ignore"
+    assert decide(NEW, 5, row=FeedRow("1", 5), there=offer()).act == "update"
+    assert decide(NEW, 1).act == "create"
 
 
 @pytest.mark.spec("LST-12")
@@ -317,34 +316,50 @@ def test_a_matched_offer_is_updated_and_keeps_its_ban_and_its_sale(
     status: Status, after: Status, is_banned: bool
 ) -> None:
     there = offer(status=status, is_banned=is_banned, was_sold=status == "sold", created_at_us=7)
-    decided = decide(NEW, matched=there)
+    decided = decide(NEW, there=there)
     assert decided.act == "update"
     assert decided.offer is not None
     assert (decided.offer.status, decided.offer.is_banned, decided.offer.created_at_us) == (after, is_banned, 7)
-    assert (decided.offer.content, decided.offer.price) == (NEW.content, NEW.price)
+    for name in ("content", "price", "schema_version", "business_id", "shop_id", "warehouse_id"):
+        assert getattr(decided.offer, name) == getattr(NEW, name)
 
 
 @pytest.mark.spec("LST-12")
 def test_an_invalid_item_keeps_its_offer_alive_and_changes_nothing_of_it() -> None:
     there = offer()
-    assert decide(None, matched=there) == model.Decided("keep", there, "invalid")
+    assert decide(None, there=there) == model.Decided("keep", there, "invalid")
     assert decide(None).act == "ignore"
 
 
 @pytest.mark.spec("LST-13")
 def test_a_removed_offer_that_returns_has_its_ban_and_is_active() -> None:
     gone = offer(status="removed", is_banned=True, reason="no longer in the feed", created_at_us=7)
-    decided = decide(NEW, removed=gone)
+    decided = decide(NEW, there=gone)
     assert decided.act == "return"
     assert decided.offer is not None
     assert (decided.offer.status, decided.offer.is_banned, decided.offer.reason) == ("active", True, "")
     assert decided.offer.created_at_us == 7
 
 
+@pytest.mark.spec("LST-13")
+def test_an_offer_that_was_removed_too_long_ago_is_made_anew() -> None:
+    gone = offer(offer_id="1", status="removed", status_at_us=99, is_banned=True)
+    assert decide(NEW, there=gone, since_us=99).act == "return"
+    assert decide(NEW, there=gone, since_us=100) == model.Decided("create", NEW)
+    assert decide(None, there=gone, since_us=99).act == "ignore"
+
+
+@pytest.mark.spec("LST-12")
+def test_what_was_sold_and_archived_is_not_made_anew_and_stays_in_the_feed() -> None:
+    sold = offer(offer_id="1", status="archived", was_sold=True)
+    for item in (NEW, None):
+        decided = decide(item, there=sold)
+        assert (decided.act, decided.offer, decided.is_in_feed) == ("sold", sold, True)
+    assert decide(NEW, there=offer(offer_id="1", status="archived")) == model.Decided("create", NEW)
+
+
 @pytest.mark.spec("LST-12")
 def test_the_end_of_a_task_removes_what_it_lacks_and_leaves_what_was_sold() -> None:
-    assert model.is_gone(FeedRow("1", 4), 5)
-    assert not model.is_gone(FeedRow("1", 5), 5)
     assert model.removed_by_feed(offer()).status == "removed"
     assert model.removed_by_feed(offer(status="expired")).reason == "no longer in the feed"
     assert model.removed_by_feed(offer(status="sold")).status == "sold"
@@ -360,15 +375,6 @@ def test_a_feed_that_lacks_its_end_or_would_remove_too_much_is_held(
 ) -> None:
     plan = FeedPlan(create=0, update=0, delete=delete, keep=0, invalid=0, live=live, has_ended=has_ended)
     assert (words in model.why_held(plan, 0.5)) if words else not model.why_held(plan, 0.5)
-
-
-@pytest.mark.spec("LST-12")
-def test_of_repeated_items_the_last_wins_and_the_others_are_told() -> None:
-    told: list[str] = []
-    items = [Item(external_id=each, offer=offer(content={"n": n})) for n, each in enumerate("abcab")]
-    kept = model.last_of_each(items, told.append)
-    assert {each: item.offer.content["n"] for each, item in kept.items() if item.offer} == {"a": 3, "b": 4, "c": 2}
-    assert told == ["a", "b"]
 
 
 @pytest.mark.spec("LST-12")

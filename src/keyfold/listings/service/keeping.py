@@ -19,6 +19,7 @@ from keyfold.core.topics.topic import Record
 from keyfold.listings import metrics
 from keyfold.listings.model import Photo, photos_answered
 from keyfold.listings.service import saving
+from keyfold.listings.service.feeds import reporting
 from keyfold.listings.service.listings import Listings
 from keyfold.listings.service.offers import MaySee, not_there
 from keyfold.listings.service.saving import BILLING_KIND, MODERATION_KIND, PHOTOS_KIND, Change, Photos, kind_message
@@ -158,21 +159,12 @@ class PhotoAnswer(Struct, frozen=True, kw_only=True):
             raise ValueError("an answer has either an image or an error")
 
 
-class PhotoError(Struct, frozen=True):
-    """A photo that could not be had, for the report of a feed."""
-
-    seller_id: str
-    offer_id: str
-    url: str
-    error: str
-
-
 _decode_answer = msgspec.json.Decoder(PhotoAnswer).decode
 _decode_photos = msgspec.json.Decoder(Photos).decode
 
 
-def add_photos(tx: Transaction, listings: Listings, answers: Sequence[PhotoAnswer]) -> list[PhotoError]:
-    """Add answers to the photos of their offers; returns the errors that are new.
+def add_photos(tx: Transaction, listings: Listings, answers: Sequence[PhotoAnswer]) -> list[tuple[str, str, str, str]]:
+    """Add answers to the photos of their offers; returns the errors that are new: seller, offer, address, error.
 
     An answer for an address that is no longer in its offer is dropped, and so is one that says nothing new.
     """
@@ -185,7 +177,7 @@ def add_photos(tx: Transaction, listings: Listings, answers: Sequence[PhotoAnswe
     sellers = saving.sellers_of(tx, list(asked))
     there = saving.load_kind(tx, [(seller, offer_id) for offer_id, seller in sellers.items()], PHOTOS_KIND)
     rows: list[Row] = []
-    errors: list[PhotoError] = []
+    errors: list[tuple[str, str, str, str]] = []
     for key, (version, body) in there.items():
         before_all = _decode_photos(body).photos
         after_all = photos_answered(before_all, asked[key[1]])
@@ -193,21 +185,21 @@ def add_photos(tx: Transaction, listings: Listings, answers: Sequence[PhotoAnswe
             continue
         rows.append(Row(*key, PHOTOS_KIND, version, _encode(Photos(after_all))))
         changed = [after for before, after in zip(before_all, after_all, strict=True) if before != after]
-        errors += [PhotoError(*key, photo.url, photo.error) for photo in changed if photo.error]
+        errors += [(*key, photo.url, photo.error) for photo in changed if photo.error]
         metrics.ANSWERS.labels("added").inc(len(changed))
     store(tx, listings, rows)
     return errors
 
 
-TellErrors = Callable[[Transaction, Listings, Sequence[PhotoError]], None]
-
-
-def take_answers(listings: Listings, tell: TellErrors) -> Callable[[Transaction, Sequence[Record]], list[Refusal]]:
+def take_answers(listings: Listings) -> Callable[[Transaction, Sequence[Record]], list[Refusal]]:
     """The consumer of the photo service's topic; errors go to the report of the feed that had the photo."""
 
     def apply(tx: Transaction, records: Sequence[Record]) -> list[Refusal]:
         read, refused = _decoded(records, _decode_answer)
-        tell(tx, listings, add_photos(tx, listings, [answer for _, answer in read]))
+        errors = add_photos(tx, listings, [answer for _, answer in read])
+        offers = saving.load_offers(tx, [(seller_id, offer_id) for seller_id, offer_id, _, _ in errors])
+        told = [(*each[:2], offers[each[:2]].offer.external_id, *each[2:]) for each in errors if each[:2] in offers]
+        reporting.tell_photo_errors(tx, listings, [each for each in told if each[2]])
         return refused
 
     return apply

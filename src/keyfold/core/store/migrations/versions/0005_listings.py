@@ -141,6 +141,13 @@ def upgrade() -> None:
         sqlite_where=sa.text("removed_at_us IS NULL"),
         postgresql_where=sa.text("removed_at_us IS NULL"),
     )
+    op.create_index(
+        "feed_removed",
+        "feed",
+        ["removed_at_us"],
+        sqlite_where=sa.text("removed_at_us IS NOT NULL"),
+        postgresql_where=sa.text("removed_at_us IS NOT NULL"),
+    )
     op.create_table(
         "feed_tasks",
         sa.Column("seller_id", BinaryText, primary_key=True),
@@ -148,6 +155,7 @@ def upgrade() -> None:
         sa.Column("version", Int64, nullable=False),
         sa.Column("shard_id", Int32, nullable=False),
         sa.Column("stage", Text, nullable=False),
+        sa.Column("is_staged", Int32, nullable=False),
         sa.Column("position", Int64, nullable=False),
         sa.Column("counts", Text, nullable=False),
         sa.Column("upto", BinaryText, nullable=False),
@@ -157,6 +165,13 @@ def upgrade() -> None:
         sqlite_strict=True,
     )
     op.create_index("feed_tasks_stage", "feed_tasks", ["shard_id", "stage", "moved_at_us"])
+    op.create_index(
+        "feed_tasks_staged",
+        "feed_tasks",
+        ["stage"],
+        sqlite_where=sa.text("is_staged = 1"),
+        postgresql_where=sa.text("is_staged = 1"),
+    )
     op.create_table(
         "feed_items",
         sa.Column("seller_id", BinaryText, primary_key=True),

@@ -1,0 +1,198 @@
+"""Listings as people use them: a seller over HTTP, a support desk by the command line."""
+
+import json
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keyfold.cli.run import run as run_command
+from keyfold.core.store import Store
+from keyfold.listings.model import offer_id_shown
+from tests.acceptance.served import Served, token_for
+from tests.acceptance.test_http import CAR, publish_car, slug
+from tests.listings import car, opened
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def keyfold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    stopping = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        with monkeypatch.context() as patch:
+            patch.chdir(tmp_path)
+            capfd.readouterr()
+            try:
+                code = run_command(["listings", *arguments])
+            except SystemExit as ended:
+                code = int(ended.code or 0)
+            finally:
+                signal.signal(signal.SIGTERM, stopping)
+            said = capfd.readouterr()
+        return subprocess.CompletedProcess(arguments, code, said.out, said.err)
+
+    return run
+
+
+def told(done: "subprocess.CompletedProcess[str]", code: int = 0) -> Any:
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout)
+
+
+def changed(url: str, sql: str) -> None:
+    store = Store.open(url)
+    store.transact(lambda tx: tx.driver(sql))
+    store.close()
+
+
+# By the command line -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("LST-04", "LST-09", "LST-11")
+def test_a_support_desk_finds_offers_sellers_and_drift(keyfold: Run, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'keyfold.db'}"
+    with opened(url) as product:
+        first, second = product.make(car(content=dict(CAR) | {"title": "red\x1b[31m"}), car())
+        product.change(second.offer.offer_id, status="sold", was_sold=True)
+    groups = offer_id_shown(first.offer.offer_id).split()
+    shown = keyfold("offer", *groups)
+    assert shown.returncode == 0, shown.stderr
+    assert "active, version 1" in shown.stdout
+    assert "\x1b" not in shown.stdout
+    assert told(keyfold("offer", first.offer.offer_id, "--json"))["offer"]["seller_id"] == "7"
+    slip = first.offer.offer_id[:-1] + str((int(first.offer.offer_id[-1]) + 1) % 10)
+    assert "a digit is wrong" in keyfold("offer", slip).stderr
+    assert "16 digits" in keyfold("offer", "12").stderr
+    assert "there is no offer" in keyfold("offer", "0" * 16).stderr
+
+    seller = told(keyfold("seller", "7", "--limit", "1", "--json"))
+    assert seller["counters"]["Active"] == seller["counters"]["Sold"] == 1
+    assert len(seller["offers"]) == 1
+    further = told(keyfold("seller", "7", "--limit", "1", "--cursor", seller["cursor"], "--json"))
+    assert further["offers"] != seller["offers"]
+    assert "there is no preset 'x'" in keyfold("seller", "7", "--preset", "x").stderr
+
+    assert "the counts of 1 sellers are right" in keyfold("drift").stderr
+    changed(url, "UPDATE user_offer_presets_count SET offers = offers + 2 WHERE preset_id = 1")
+    drift = told(keyfold("drift", "7", "--json"), code=1)
+    assert {(each["name"], each["missing"]) for each in drift} <= {("all", -2), ("all", -4)}
+    assert "name sellers, or say --all" in keyfold("repair").stderr
+    assert "there is no seller 'x'" in keyfold("repair", "x").stderr
+    assert told(keyfold("repair", "--all", "--json")) == drift
+    assert told(keyfold("drift", "--json")) == []
+
+    waiting = told(keyfold("export-status", "--json"))
+    assert sum(each["pending"] for each in waiting) == 3
+    assert "3 changes wait to go to offers" in keyfold("export-status").stdout
+
+
+# Over HTTP -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("LST-02", "LST-03", "LST-10", "LST-15", "LST-16", "LST-18")
+def test_a_seller_publishes_edits_and_sells(shared: Served) -> None:
+    served = shared
+    mine = token_for(served.store_url, ["read", "listings.write"], seller=["anna", "visitor:1"])
+    site = token_for(served.store_url, ["read"])
+    moderator = token_for(served.store_url, ["moderate"])
+
+    visit = served.call("POST", "/v1/drafts", mine, json={"anonymous_id": "visitor:1", "category": "cars"}).json()
+    address = f"/v1/drafts/{visit['draft_id']}"
+    wrong = {"owner_id": "visitor:1", "version": 1, "filled": {"category": "cars", "content": {"year": "old"}}}
+    filled = served.call("PUT", address, mine, json=wrong).json()
+    assert filled["version"] == 2
+    taken = served.call("POST", "/v1/drafts", mine, json={"anonymous_id": "visitor:1", "seller_id": "anna"}).json()
+    assert (taken["draft_id"], taken["owner_id"]) == (visit["draft_id"], "anna")
+    assert served.call("GET", f"{address}?owner_id=visitor:1", mine).status_code == 404
+    named = {"owner_id": "anna"}
+    refused = served.call("POST", f"{address}/publish", mine, json=named | {"version": taken["version"]})
+    assert (refused.status_code, slug(refused)) == (422, "content-refused")
+    assert "content.year" in refused.json()["detail"]
+
+    offer = {"category": "cars", "content": CAR, "price": {"amount": 100, "currency": "EUR"}}
+    filled = served.call("PUT", address, mine, json=named | {"version": taken["version"], "filled": offer}).json()
+    stale = served.call("POST", f"{address}/publish", mine, json=named | {"version": filled["version"] - 1})
+    assert (stale.status_code, slug(stale)) == (409, "conflict")
+    published = [
+        served.call("POST", f"{address}/publish", mine, json=named | {"version": filled["version"]}) for _ in range(2)
+    ]
+    assert published[0].json() == published[1].json()
+    offer_id = published[0].json()["offer_id"]
+    assert published[0].headers["ETag"] == '"1"'
+
+    edited = served.call(
+        "PUT",
+        f"/v1/offers/{offer_id}",
+        mine,
+        json=offer | {"price": {"amount": 250, "currency": "EUR"}},
+        headers={"If-Match": '"1"'},
+    )
+    assert edited.json()["price"]["amount"] == 250
+    again = served.call("PUT", f"/v1/offers/{offer_id}", mine, json=offer, headers={"If-Match": '"1"'})
+    assert (again.status_code, slug(again)) == (412, "version-stale")
+
+    seen = served.call("POST", "/v1/offers", site, json={"offer_ids": [offer_id, "0" * 16]}).json()
+    assert [each["version"] for each in seen["offers"]] == [2]
+    assert seen["missing"] == ["0" * 16]
+    opinion = {"offer_id": offer_id, "version": 1, "is_banned": True, "reason": "a trial"}
+    served.call("POST", "/v1/opinions", moderator, json={"opinions": [opinion]})
+    page = served.call("GET", "/v1/sellers/anna/presets/banned", mine).json()
+    assert [(each["offer_id"], each["shown"]) for each in page["offers"]] == [(offer_id, "banned")]
+    lifted = opinion | {"version": 2, "is_banned": False}
+    served.call("POST", "/v1/opinions", moderator, json={"opinions": [lifted]})
+    sold = [served.call("POST", f"/v1/offers/{offer_id}/status", mine, json={"status": "sold"}) for _ in range(2)]
+    assert sold[0].json() == sold[1].json()
+    counters = served.call("GET", "/v1/sellers/anna/counters", mine).json()["counters"]
+    assert counters == {"Active": 0, "Expired": 0, "Banned": 0, "Sold": 1, "MoneyEarned.EUR": 250}
+    back = served.call("POST", f"/v1/offers/{offer_id}/status", mine, json={"status": "active"})
+    assert (back.status_code, slug(back)) == (409, "conflict")
+
+    stage = f"/v1/offers/{offer_id}/stages/pricing"
+    first = served.call("PUT", stage, mine, json={"state": {"a": 1}}, headers={"If-Match": '"0"'})
+    assert first.headers["ETag"] == '"1"'
+    assert served.call("GET", stage, mine).json()["state"] == {"a": 1}
+    whole = served.call("GET", f"/v1/offers/{offer_id}", mine).json()
+    assert {each["kind"] for each in whole["kinds"]} == {"moderation", "stage:pricing"}
+
+
+@pytest.mark.spec("LST-14")
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1/a.jpg",
+        "http://[::1]/a.jpg",
+        "http://2130706433/a.jpg",
+        "http://0x7f.0.0.1/a.jpg",
+        "http://169.254.169.254/latest/meta-data",
+        "http://metadata.google.internal/",
+        "http://127.0.0.1.nip.io/a.jpg",
+        "http://localhost/a.jpg",
+        "file:///etc/passwd",
+        "gopher://example.com/",
+        "https://user:secret@example.com/a.jpg",
+        "https://example.com:8443/a.jpg",
+        "//example.com/a.jpg",
+        "https://example.com\\@127.0.0.1/a.jpg",
+    ],
+)
+def test_a_photo_from_where_no_photo_comes_is_refused(shared: Served, url: str) -> None:
+    offer_id = publish_car(shared, "photographer")
+    body = {"category": "cars", "content": CAR, "photos": [url]}
+    answer = shared.call("PUT", f"/v1/offers/{offer_id}", shared.token, json=body, headers={"If-Match": '"1"'})
+    assert (answer.status_code, slug(answer)) == (400, "bad-input")
+    assert answer.json()["place"] == "photos"
+
+
+@pytest.mark.spec("LST-18")
+@pytest.mark.parametrize("field", ["status", "is_banned", "was_sold", "seller_id", "created_at_us", "shown", "version"])
+def test_a_seller_cannot_write_what_is_the_servers(shared: Served, field: str) -> None:
+    offer_id = publish_car(shared, "assigner")
+    body = {"category": "cars", "content": CAR, field: "sold"}
+    answer = shared.call("PUT", f"/v1/offers/{offer_id}", shared.token, json=body, headers={"If-Match": '"1"'})
+    assert answer.status_code == 400
+    assert field in answer.text

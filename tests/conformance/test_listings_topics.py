@@ -1,0 +1,105 @@
+"""Listings and the services around them, which speak through topics alone: in the store, and on Kafka."""
+
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from keyfold.core.clock import ManualClock
+from keyfold.core.loops import run_until_idle
+from keyfold.core.workers import loops
+from keyfold.listings.model import Offer
+from keyfold.listings.service import saving
+from keyfold.listings.worker import Scheduler
+from tests.listing_services import Moderation, PhotoService
+from tests.listings import Product, car, kinds, opened
+
+URLS = ("https://photos.example.com/1.jpg", "https://photos.example.com/broken.jpg")
+
+
+@pytest.fixture(params=["embedded", pytest.param("kafka", marks=pytest.mark.xdist_group("kafka"))])
+def product(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[Product]:
+    options: dict[str, Any] = {}
+    if request.param == "kafka":
+        server = request.getfixturevalue("kafka_server")
+        options = {"topics__kind": "kafka", "topics__kafka": server.bootstrap}
+        for name in ("topic", "photo_requests_topic", "photo_answers_topic", "opinions_topic"):
+            options[f"listings__{name}"] = f"{name}-{uuid.uuid4().hex[:8]}"
+            server.create_topic(options[f"listings__{name}"], 4)
+    with opened(f"sqlite:///{tmp_path / 'keyfold.db'}", **options) as each:
+        yield each
+
+
+def look(url: str) -> dict[str, Any]:
+    return {"error": "not an image"} if "broken" in url else {"image": {"id": url[-5:]}}
+
+
+def work(product: Product, *services: PhotoService) -> None:
+    """Until everybody has run dry; a broker takes its time."""
+    for _ in range(6):
+        run_until_idle([*loops(product.context), *(service.worker.loop() for service in services)])
+
+
+def offer(product: Product, offer_id: str) -> Offer:
+    return product.store.read(lambda tx: saving.load_by_id(tx, [offer_id]))[offer_id].offer
+
+
+@pytest.mark.spec("LST-14", "LST-15")
+def test_photos_and_opinions_go_through_topics(product: Product) -> None:
+    settings = product.listings.settings
+    photos = PhotoService(product.context, settings.photo_requests_topic, settings.photo_answers_topic, look)
+    moderation = Moderation(product.context, settings.opinions_topic)
+    seller = uuid.uuid4().hex
+    (saved,) = product.make(car(seller, photos=URLS))
+    offer_id = saved.offer.offer_id
+    moderation.say(offer_id, is_banned=True, reason="a trial")
+    moderation.send("nobody", 50, {"offer_id": "0" * 16, "version": 1, "is_banned": True})
+    moderation.send("broken", 51, {"offer": 1})
+    work(product, photos)
+    assert photos.asked == list(URLS)
+    assert offer(product, offer_id).is_banned
+    assert product.counters(seller) == {"Banned": 1}
+    (body,) = product.rows(f"SELECT body FROM offer WHERE kind = 'photos' AND offer_id = '{offer_id}'")
+    assert '"state":"ready","image":{"id":"1.jpg"}' in body[0]
+    assert '"state":"failed","error":"not an image"' in body[0]
+    reasons = [reason for (reason,) in product.rows("SELECT reason FROM dead_letters ORDER BY reason")]
+    assert len(reasons) == 2
+    assert reasons[1] == "there is no offer 0000000000000000"
+    moderation.say(offer_id, is_banned=False)
+    product.change(offer_id, photos=URLS[:1])
+    work(product, photos)
+    assert product.counters(seller) == {"Active": 1}
+    assert photos.asked == list(URLS)  # nothing is asked for twice
+    told = [each for each in product.told(settings.topic) if each[0] == offer_id]
+    for kind in ("offer", "photos", "moderation"):
+        versions = [version for _, _, version, _ in kinds(told, kind)]
+        assert versions == sorted(set(versions))
+        assert versions
+
+
+@pytest.mark.spec("LST-06", "LST-11")
+def test_schedulers_share_the_work_and_survive_each_other(tmp_path: Any) -> None:
+    """One dies with its shards; the other goes on where its lease ends."""
+    clock = ManualClock(1_800_000_000_000_000)
+    url = f"sqlite:///{tmp_path / 'keyfold.db'}"
+    with opened(url, clock=clock, leases__lease_seconds=1) as product:
+        product.make(*[car(str(seller)) for seller in range(60)])
+        product.pass_days(61)
+        dying = Scheduler(product.context, product.listings, "dying")
+        other = Scheduler(product.context, product.listings, "other")
+        dying.step()
+        other.step()
+        expired = len(product.rows("SELECT 1 FROM offer WHERE shown = 'expired'"))
+        assert expired == 60  # each did what it held
+        product.pass_days(31)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            clock.advance(2)
+            other.step()
+            if len(product.rows("SELECT 1 FROM offer WHERE shown = 'archived'")) == 60:
+                break
+            time.sleep(0.2)
+        assert len(product.rows("SELECT 1 FROM offer WHERE shown = 'archived'")) == 60
+        other.stop()
