@@ -1,9 +1,9 @@
-"""The laws of listings (G1 to G4, G6, X1, X2), folded by hand from the rows of the store.
+"""The laws of listings (G1 to G6, X1, X2), folded by hand from the rows of the store.
 
 Every change of an offer leaves its message, whole and with a version: what is committed is told there from the first to
 the last change, whoever did it. The rows, the presets, the counts and the counters must follow from that, by the rules
-as they are written down here once more. A `Book` only has to be told what cannot be seen: what was acknowledged, and
-which counts were spoilt on purpose.
+as they are written down here once more. A `Book` only has to be told what cannot be seen: what was acknowledged, what
+the feeds had whose end was, and which counts were spoilt on purpose.
 """
 
 import itertools
@@ -19,6 +19,7 @@ from tests.faults.ledger import Entry
 DAY_US = 86_400_000_000
 SHARDS = 16
 EXPIRE_DAYS, ARCHIVE_DAYS = 60, 30
+FEED_REASON = "no longer in the feed"
 COUNTED = {"active": "Active", "expired": "Expired", "banned": "Banned"}
 MOVES = {
     ("active", "expired"),
@@ -54,6 +55,13 @@ class Told(NamedTuple):
     version: int
     payload: Body
     place: tuple[int, int] | None  # partition and position; None: not published yet
+
+
+class Task(NamedTuple):
+    """A feed of a seller."""
+
+    stage: str
+    reason: str
 
 
 class Draft(NamedTuple):
@@ -96,6 +104,11 @@ class Found:
             )
         }
         self.current: dict[str, str] = _pairs(tx, "SELECT owner_id, draft_id FROM current_draft")
+        self.tasks = {
+            (seller, task_id): Task(stage, reason)
+            for seller, task_id, stage, reason in tx.driver("SELECT seller_id, task_id, stage, reason FROM feed_tasks")
+        }
+        self.ended: dict[str, int | None] = _pairs(tx, "SELECT seller_id, ended_task_id FROM sellers")
         self.walked: int = sum(done for (done,) in tx.driver("SELECT is_done FROM listing_walks"))
 
     def history(self, offer_id: str) -> list[Body]:
@@ -105,7 +118,8 @@ class Found:
     def fingerprint(self) -> object:
         """Equal where the same follows."""
         told = [(kind, len(each), sum(one.place is not None for one in each)) for (_, kind), each in self._all()]
-        return tuple(sorted(told)), tuple(sorted(self.counts.items())), len(self.drafts), self.walked
+        stages = tuple(sorted((*key, task.stage) for key, task in self.tasks.items()))
+        return tuple(sorted(told)), tuple(sorted(self.counts.items())), len(self.drafts), stages, self.walked
 
     def _all(self) -> list[tuple[Key, list[Told]]]:
         return [*self.messages.items(), *(((key, "request"), each) for key, each in self.requests.items())]
@@ -123,11 +137,15 @@ class Found:
 class Book:
     """What must be there."""
 
-    def __init__(self, *, expire_days: int = EXPIRE_DAYS, archive_days: int = ARCHIVE_DAYS) -> None:
+    def __init__(
+        self, *, expire_days: int = EXPIRE_DAYS, archive_days: int = ARCHIVE_DAYS, shards: int = SHARDS
+    ) -> None:
         self.broken: list[str] = []
         self.counted: dict[Key, int] = {}  # what was acknowledged: the version of each kind of an offer
         self.planted: Counter[tuple[str, str, int | str]] = Counter()  # by how much counts were spoilt
         self.made_of: dict[str, str] = {}  # draft -> the offer it has become
+        self.feeds: dict[tuple[str, int], dict[str, bool]] = {}  # whose end was told: external ids, and which are valid
+        self._shards = shards
         self._ages_us = {"active": expire_days * DAY_US}
         self._archived_us = archive_days * DAY_US
 
@@ -172,6 +190,7 @@ class Book:
             *self._counted(found),
             *self._drafted(found),
             *self._columns(found),
+            *self._fed(found),
         ]
 
     def _acknowledged(self, found: Found) -> list[str]:
@@ -262,6 +281,39 @@ class Book:
         twice = [offer_id for offer_id, times in Counter(self.made_of.values()).items() if times > 1]
         return broken + [f"X2: {offer_id} was made of two drafts" for offer_id in twice]
 
+    def _fed(self, found: Found) -> list[str]:
+        """G5: when the newest feed that has ended is done, what is live of feeds is what it has; what an offer is told
+        to be comes of feeds that are never older than before. Items have the number of their feed in `mileage_km`."""
+        broken = []
+        live: dict[str, list[str]] = defaultdict(list)
+        gone: dict[str, set[str]] = defaultdict(set)
+        for offer_id, offer in _last(found).items():
+            if not offer["external_id"]:
+                continue
+            if offer["status"] in ("active", "expired"):
+                live[offer["seller_id"]].append(offer["external_id"])
+            if offer["status"] == "removed" and offer["reason"] == FEED_REASON:
+                gone[offer["seller_id"]].add(offer["external_id"])
+            tasks = [each["content"]["mileage_km"] for each in found.history(offer_id)]
+            if tasks != sorted(tasks):
+                broken.append(f"G5: {offer_id} was changed by the feeds {tasks}")
+        for seller, external_ids in live.items():
+            if len(set(external_ids)) < len(external_ids):
+                broken.append(f"G5: {seller} has two offers of one external id: {sorted(external_ids)}")
+        for seller, task_id in found.ended.items():
+            items = self.feeds.get((seller, task_id or 0))
+            task = found.tasks.get((seller, task_id or 0))
+            if items is None or task is None or task.stage != "done":
+                continue
+            if extra := set(live[seller]) - set(items):
+                broken.append(f"G5: feed {task_id} of {seller} is done and has not {sorted(extra)}, which are live")
+            if lost := (gone[seller] - set(live[seller])) & {name for name, is_valid in items.items() if is_valid}:
+                broken.append(f"G5: feed {task_id} of {seller} is done and has {sorted(lost)}, which were removed")
+            known = {each["external_id"] for each in _last(found).values() if each["seller_id"] == seller}
+            if missing := {name for name, is_valid in items.items() if is_valid} - known:
+                broken.append(f"G5: feed {task_id} of {seller} is done, and {sorted(missing)} were never made")
+        return broken
+
     def _columns(self, found: Found) -> list[str]:
         broken = []
         for (offer_id, kind), row in found.rows.items():
@@ -269,7 +321,7 @@ class Book:
                 continue
             offer = row.body
             due = None if offer["status"] == "archived" else offer["status_at_us"] + self._stays_us(offer["status"])
-            shard = zlib.crc32(row.seller_id.encode()) % SHARDS
+            shard = zlib.crc32(row.seller_id.encode()) % self._shards
             if (row.shown, row.shard_id, row.due_at_us) != (shown(offer), shard, due):
                 broken.append(f"G1: {offer_id} is {row}, which is not what it is due for: {due} in {shard}")
             if found.ids.get(offer_id) != row.seller_id or found.sellers.get(row.seller_id) != shard:
@@ -288,6 +340,11 @@ class Book:
         ]
         broken += [
             f"G4: the preset {number} is {state}" for number, (_, state) in found.presets.items() if state != "ready"
+        ]
+        broken += [
+            f"G5: {key} is {task.stage}: {task.reason}"
+            for key, task in found.tasks.items()
+            if task.stage not in ("done", "superseded", "taking")
         ]
         return broken + [f"G4: {key} was never repaired" for key, by in self.planted.items() if by]
 

@@ -64,7 +64,7 @@ class LogStage(Stage, Generic[Item]):
         self._monotonic_us = 0
         self._back_seconds = 0.0  # how far the clock went back in all
         self._highest_us = 0  # what it showed before it last moved, or earlier
-        self._accepted: dict[int, int] = defaultdict(int)
+        self._accepted: dict[tuple[str, int], int] = defaultdict(int)
         # What was sent and asked for; what was said in a transaction under way.
         self._sent = 0
         self._asking: dict[str, Sequence[Item]] = {}
@@ -94,6 +94,10 @@ class LogStage(Stage, Generic[Item]):
     def _own_bodies(self) -> Mapping[str, Callable[[], None]]:
         """Of the kinds of actors that only this play has."""
         return {}
+
+    def _is_guarded(self, job: str) -> bool:
+        """Whether it is the part's own."""
+        return job == self._consumer.job
 
     def _body(self, kind: str, name: str) -> Callable[[], None]:
         bodies: dict[str, Callable[[], None]] = {
@@ -235,11 +239,11 @@ class LogStage(Stage, Generic[Item]):
             try:
                 advance(tx, job, shard, ticket, expected, position)
             except TicketRefused:
-                if job == self._consumer.job and ticket < self._accepted[shard]:
+                if self._is_guarded(job) and ticket < self._accepted[job, shard]:
                     self.struck["holder paused past its lease", self.part.name] += 1
                 raise
-            if job == self._consumer.job:
-                self._accepted[shard] = max(ticket, self._accepted[shard])
+            if self._is_guarded(job):
+                self._accepted[job, shard] = max(ticket, self._accepted[job, shard])
 
         def watch_set_aside(tx: Transaction, *given: object, **named: object) -> None:
             set_aside(tx, *given, **named)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.effort import LONG, rotation
 
-TOPICAL = ("ground", "tally", "profiles", "orders", "segments")  # what they do begins or ends in a topic
+TOPICAL = ("ground", "tally", "profiles", "orders", "segments", "listings")  # what they do begins or ends in a topic
 PARTS = (*TOPICAL, "numbering")
 
 # Every cell that the run must hit; test_matrix.py keeps this table and the tests alike.
@@ -32,7 +32,7 @@ FAULTS = {
     "file spoilt": ("numbering",),  # segments count a spoilt snapshot as a poison message
     "coordinator unreachable": ("numbering",),
     "told to stop": ("ground", "tally"),  # profiles and orders stop as every consumer does, diffs where a tick may
-    "clock jumped": ("profiles", "orders"),
+    "clock jumped": ("profiles", "orders", "listings"),
     "planted bug": PARTS,
 }
 

@@ -55,7 +55,7 @@ class Order(Struct, frozen=True):
     """What the nursery is asked to run: on which store, which scenario, from which worker, with which planted bug."""
 
     url: str
-    scenario: str = "tally"  # or "profiles", "orders", "segments", "numbering"
+    scenario: str = "tally"  # or the name of a part
     worker: str = "w1"
     plant: str = ""
 
@@ -167,13 +167,21 @@ def _be_child(order: Order) -> None:
     # Where only ancestors may trace (Yama), let anybody: strace is a sibling.
     ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANYBODY, 0, 0, 0)
     if order.plant:
-        from tests.faults import numbering_plants, order_plants, plants, profile_plants, segment_plants
+        from tests.faults import (
+            listing_plants,
+            numbering_plants,
+            order_plants,
+            plants,
+            profile_plants,
+            segment_plants,
+        )
 
-        assert all((numbering_plants, order_plants, profile_plants, segment_plants))  # they stand among the others
+        # They stand among the others.
+        assert all((listing_plants, numbering_plants, order_plants, profile_plants, segment_plants))
         plants.named(order.plant).plant()
     _say(b"pid %d" % os.getpid())
     _read_line()
-    from tests.faults import numbering_scenario, order_scenario, profile_scenario, segment_scenario
+    from tests.faults import listing_scenario, numbering_scenario, order_scenario, profile_scenario, segment_scenario
 
     plays = {
         "tally": run,
@@ -181,6 +189,7 @@ def _be_child(order: Order) -> None:
         "orders": order_scenario.run,
         "segments": segment_scenario.run,
         "numbering": numbering_scenario.run,
+        "listings": listing_scenario.run,
     }
     plays[order.scenario](order, lambda ack: _say(b"ack " + msgspec.json.encode(ack)))
 
@@ -213,9 +222,9 @@ def _read_line() -> bytes:
 def _nurse() -> None:
     # Opened in a child, these would be imported there, between the counted calls.
     import keyfold.core.store.sqlite
-    from tests.faults import numbering_scenario, order_scenario, profile_scenario, segment_scenario
+    from tests.faults import listing_scenario, numbering_scenario, order_scenario, profile_scenario, segment_scenario
 
-    assert keyfold.core.store.sqlite, order_scenario
+    assert all((keyfold.core.store.sqlite, listing_scenario, order_scenario))
     profile_scenario.warm_up()
     segment_scenario.warm_up()
     numbering_scenario.warm_up()

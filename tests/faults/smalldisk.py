@@ -12,13 +12,25 @@ from keyfold.core.clock import ManualClock
 from keyfold.core.errors import StoreFull
 from keyfold.core.store import Store
 from keyfold.core.topics.topic import Message
+from keyfold.listings.model import Offer
+from keyfold.listings.service import saving
+from keyfold.listings.service.saving import Change
 from keyfold.orders.model import CompletedOrder
 from keyfold.segments.service import uploading
 from keyfold.tally import service
-from tests.faults import ledger, order_scenario, profile_ledger, profile_scenario, scenario, segment_scenario
+from tests.faults import (
+    ledger,
+    listing_scenario,
+    order_scenario,
+    profile_ledger,
+    profile_scenario,
+    scenario,
+    segment_scenario,
+)
 from tests.faults.book import Book
 from tests.faults.ledger import Ledger
 from tests.faults.scenario import LEASE_SECONDS, Worker
+from tests.listings import car
 from tests.orders import order
 from tests.profiles import OFFER, event
 
@@ -199,6 +211,23 @@ def diffing(url: str) -> Iterator[Counting]:
 
         book.commit(clock.now_us(), {"a": worker.row("a")})
         yield Counting(context.store, book, batch, diff, batch(7))
+
+
+@contextmanager
+def changing_offers(url: str) -> Iterator[Counting]:
+    """New offers, three in a transaction."""
+    clock = ManualClock()
+    with listing_scenario.alike("w1", clock), listing_scenario.opened(url, clock) as context:
+        worker = listing_scenario.Worker(context, "w1", clock)
+
+        def batch(number: int) -> list[Offer]:
+            return [car(str(number % 5)) for _ in range(3)]
+
+        def make(made: list[Offer]) -> None:
+            saved = worker.do(saving.save, [Change(None, offer) for offer in made])
+            worker.book.commit(clock.now_us(), [(each.offer.offer_id, "offer", each.version) for each in saved])
+
+        yield Counting(context.store, worker.book, batch, make, [car("at last")])
 
 
 def _refused(work: Callable[[], object]) -> list[str]:

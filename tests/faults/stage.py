@@ -36,6 +36,9 @@ OFTEN = {
     "acquire leases": 0.4,
     "renew leases": 0.4,
     "orders purge": 0.2,
+    "feed sweep": 0.05,
+    "listings drafts": 0.2,
+    "listings adopt": 0.3,
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 from tests.faults.crashstates import explore, record
 from tests.faults.effort import TIMEOUT_SECONDS, effort, seed
 from tests.faults.killsweep import TALLY, WritePath
+from tests.faults.listing_scenario import LISTINGS
 from tests.faults.matrix import Hit
 from tests.faults.numbering_scenario import NUMBERING
 from tests.faults.nursery import Desk, Nursery
@@ -63,6 +64,14 @@ def test_a_disk_that_lost_its_power_holds_every_state_that_was_published_whole_o
     """The pointer is synced by the store, the state by its master: neither may be there without the other."""
     acts = _survives_loss_of_power(nursery, desk, NUMBERING, ("numbering",), hit, disks=effort(120, 100_000))
     assert acts >= {"make directory", "rename", "link"}
+
+
+@pytest.mark.spec("LST-02", "LST-08", "LST-11", "LST-12")
+@pytest.mark.fault("power lost", "listings")
+def test_a_disk_that_lost_its_power_holds_every_change_of_an_offer_with_its_counts_and_its_message(
+    nursery: Nursery, desk: Desk, hit: Hit
+) -> None:
+    _survives_loss_of_power(nursery, desk, LISTINGS, ("listings",), hit, disks=effort(150, 100_000))
 
 
 def _survives_loss_of_power(

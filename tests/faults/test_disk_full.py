@@ -9,6 +9,7 @@ from tests.faults.smalldisk import (
     ROOM_BYTES,
     broken_when_counting_fills_it,
     broken_when_full,
+    changing_offers,
     counting_events,
     counting_orders,
     diffing,
@@ -59,3 +60,12 @@ def test_a_full_disk_refuses_whole_chunks_and_snapshots_and_the_diff_goes_on_whe
 ) -> None:
     assert not broken_when_counting_fills_it(small_disk, template, diffing, room_bytes=20 * ROOM_BYTES)
     hit("segments")
+
+
+@pytest.mark.spec("LST-08", "LST-11")
+@pytest.mark.fault("disk full", "listings")
+def test_a_full_disk_refuses_whole_offers_and_counts_are_right_until_there_is_room(
+    small_disk: Path, template: Path, hit: Hit
+) -> None:
+    assert not broken_when_counting_fills_it(small_disk, template, changing_offers, room_bytes=20 * ROOM_BYTES)
+    hit("listings")

@@ -7,6 +7,7 @@ import pytest
 
 from tests.faults.effort import LONG, TENTHS, TIMEOUT_SECONDS, rotation
 from tests.faults.killsweep import ERRORS, FAILING, TALLY, Point, Struck, WritePath, points, sweep, sweep_errors
+from tests.faults.listing_scenario import LISTINGS
 from tests.faults.matrix import Hit
 from tests.faults.numbering_scenario import NUMBERING
 from tests.faults.nursery import Desk, Nursery
@@ -19,6 +20,9 @@ SEGMENTS_THIN = 6
 # A run of numbering takes two seconds with what follows it, and has some 1,310 points.
 NUMBERING_THIN = 30
 NUMBERING_ERRORS_THIN = 4
+# A run of listings takes a third of a second, and what follows it as much again.
+LISTINGS_THIN = 12
+LISTINGS_ERRORS_THIN = 6
 
 pytestmark = [pytest.mark.spec("CORE-02", "CORE-06", "CORE-08"), pytest.mark.timeout(TIMEOUT_SECONDS)]
 
@@ -101,6 +105,21 @@ def test_a_disk_that_fails_while_a_state_is_written_or_copied_publishes_none_by_
     nursery: Nursery, desk: Desk, hit: Hit
 ) -> None:
     _survives_errors(nursery, desk, NUMBERING, ("numbering",), hit, thin=NUMBERING_ERRORS_THIN)
+
+
+@pytest.mark.spec("LST-02", "LST-06", "LST-07", "LST-08", "LST-11", "LST-12", "LST-15")
+@pytest.mark.fault("killed at a system call", "listings")
+def test_a_process_killed_while_offers_change_leaves_rows_counts_and_messages_alike(
+    nursery: Nursery, desk: Desk, hit: Hit
+) -> None:
+    """Drafts published, offers edited, judged, aged, fed and put into other presets; the export is the ground's."""
+    _survives_kills(nursery, desk, LISTINGS, ("listings",), hit, thin=LISTINGS_THIN)
+
+
+@pytest.mark.spec("LST-08", "LST-11")
+@pytest.mark.fault("I/O error", "listings")
+def test_a_disk_that_fails_while_offers_change_leaves_none_by_half(nursery: Nursery, desk: Desk, hit: Hit) -> None:
+    _survives_errors(nursery, desk, LISTINGS, ("listings",), hit, thin=LISTINGS_ERRORS_THIN)
 
 
 def _survives_kills(

@@ -14,6 +14,8 @@ from keyfold.core.errors import BadInput, DataRefused, StoreBusy
 from tests.faults import (
     crashstates,
     killsweep,
+    listing_plants,
+    listing_writers,
     lostcommit,
     numbering_masters,
     numbering_plants,
@@ -29,6 +31,8 @@ from tests.faults import (
 )
 from tests.faults.effort import LONG, TIMEOUT_SECONDS, rotation, seed
 from tests.faults.killsweep import WritePath
+from tests.faults.listing_scenario import LISTINGS
+from tests.faults.listing_simulator import ListingSimulation
 from tests.faults.lostcommit import through
 from tests.faults.matrix import Hit
 from tests.faults.numbering_masters import numbering_at
@@ -114,6 +118,12 @@ def test_the_simulator_of_numbering_catches_this_bug(plant: Plant, template: Pat
     hit(plant.part)
 
 
+@rotating(listing_plants.SIMULATOR)
+def test_the_simulator_of_listings_catches_this_bug(plant: Plant, template: Path, fast_path: Path, hit: Hit) -> None:
+    _must_be_caught(plant, ListingSimulation, template, fast_path)
+    hit(plant.part)
+
+
 def _must_be_caught(plant: Plant, play: Play, template: Path, fast_path: Path) -> None:
     first, other = seed(), ""
     with plant.planted() as plot:
@@ -168,6 +178,12 @@ def test_the_kill_sweep_of_segments_catches_this_bug(plant: Plant, nursery: Nurs
 @rotating(numbering_plants.KILLS)
 def test_the_kill_sweep_of_numbering_catches_this_bug(plant: Plant, nursery: Nursery, desk: Desk, hit: Hit) -> None:
     _some_kill_must_catch(plant, nursery, desk, NUMBERING)
+    hit(plant.part)
+
+
+@rotating(listing_plants.KILLS)
+def test_the_kill_sweep_of_listings_catches_this_bug(plant: Plant, nursery: Nursery, desk: Desk, hit: Hit) -> None:
+    _some_kill_must_catch(plant, nursery, desk, LISTINGS)
     hit(plant.part)
 
 
@@ -301,6 +317,20 @@ def test_a_diff_taken_up_again_catches_this_bug(plant: Plant, tmp_path: Path, hi
     _was_caught(plant, plot, caught, hit)
 
 
+@rotating(listing_plants.WRITERS)
+def test_two_who_judge_one_offer_catch_this_bug(plant: Plant, postgres_url: str, hit: Hit) -> None:
+    with listing_writers.writing_at(postgres_url) as writing, plant.planted() as plot:
+        caught = busy(writing).broken
+    _was_caught(plant, plot, caught, hit)
+
+
+@rotating(listing_plants.ALL_AT_ONCE)
+def test_all_who_change_the_offers_of_a_seller_catch_this_bug(plant: Plant, postgres_url: str, hit: Hit) -> None:
+    with plant.planted() as plot:
+        caught = listing_writers.all_at_once(postgres_url, 60)
+    _was_caught(plant, plot, caught, hit)
+
+
 @rotating(numbering_plants.RUNS)
 def test_runs_one_after_another_catch_this_bug(plant: Plant, fast_path: Path, hit: Hit) -> None:
     url = f"sqlite:///{fast_path / 'keyfold.db'}"
@@ -354,10 +384,11 @@ def test_lost_answers_catch_this_bug(
 
 def test_every_plant_has_a_harness_and_at_least_ten_are_tried_each_time() -> None:
     harnesses = {"simulator", "kill sweep", "crash states", "disk full", "writers", "lost answers"}
-    for module in (profile_plants, order_plants, segment_plants):
+    for module in (profile_plants, order_plants, segment_plants, listing_plants):
         harnesses |= {module.SIMULATOR, module.KILLS, module.WRITERS}
     harnesses |= {order_plants.HISTORY, segment_plants.STATES, segment_plants.PAUSED, segment_plants.RESUMED}
     harnesses |= {numbering_plants.SIMULATOR, numbering_plants.KILLS, numbering_plants.STATES, numbering_plants.RUNS}
+    harnesses |= {listing_plants.ALL_AT_ONCE}
     harnesses |= {numbering_plants.SPOILT, numbering_plants.PAUSED, numbering_plants.LOST}
     assert {plant.harness for plant in plants.PLANTS} == harnesses
     assert set(WRITERS) == {plant.name for plant in PLANTS if plant.harness == "writers"}
