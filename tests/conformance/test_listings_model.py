@@ -1,6 +1,6 @@
-"""Listings against a slow reference in plain dicts: random requests, repeats, stale ones, roll-backs, ages, drift.
+"""Listings against a slow reference in plain dicts: random requests, repeats, stale ones, roll-backs, feeds, drift.
 
-After every step what is stored and told is compared with the reference, and the laws of RELIABILITY.md (G1 to G4, G6)
+After every step what is stored and told is compared with the reference, and the laws of RELIABILITY.md (G1 to G6)
 with what is told. `KEYFOLD_FAULTS_SEED` chooses the first seed, `KEYFOLD_FAULTS=long` plays many.
 """
 
@@ -19,6 +19,7 @@ from keyfold.core.store import Transaction
 from keyfold.listings.model import Condition, Preset
 from keyfold.listings.service import drafting, keeping, offers, presets, repairing, walking
 from keyfold.listings.service.drafting import Filled, Opening, Publishing
+from keyfold.listings.service.feeds import applying, staging, sweeping, tasks
 from keyfold.listings.service.keeping import Opinion, PhotoAnswer
 from keyfold.listings.service.offers import Edit, Move
 from keyfold.listings.service.saving import Saved
@@ -28,7 +29,9 @@ from tests.listings import CAR, Product, opened
 from tests.unit.listings.reference import Dict, Reference, Refused
 
 pytestmark = [
-    pytest.mark.spec("LST-02", "LST-05", "LST-06", "LST-07", "LST-08", "LST-09", "LST-10", "LST-11", "LST-17"),
+    pytest.mark.spec(
+        "LST-02", "LST-05", "LST-06", "LST-07", "LST-08", "LST-09", "LST-10", "LST-11", "LST-12", "LST-17"
+    ),
     pytest.mark.timeout(0 if LONG else 300),
 ]
 
@@ -37,6 +40,7 @@ T = TypeVar("T")
 SELLERS = ("7", "8", "Ж")
 VISITORS = ("v1", "v2")
 URLS = tuple(f"https://photos.example.com/{number}.jpg" for number in range(4))
+EXTERNAL_IDS = ("a", "b", "Ж", "d e")
 NOBODYS = "0000000000000000"
 SHARDS = 16
 REFUSALS: dict[str, type[KeyfoldError]] = {
@@ -79,6 +83,10 @@ TABLES = [
     "sold_offers",
     "offer_presets",
     "listing_walks",
+    "feed",
+    "feed_tasks",
+    "feed_items",
+    "feed_problems",
 ]
 
 
@@ -96,6 +104,7 @@ class Play:
         self.chance = random.Random(number)
         self.reference = Reference()
         self.book = Book()
+        self.tasks = dict.fromkeys(SELLERS[:2], 0)  # the last feed of each seller whose end has come
         self.drafts: list[tuple[str, str]] = []  # every one that there ever was
         self.trace: list[str] = []
         self.relays = [Relay(product.context, topic, "test") for topic in ("offers", "photo-requests")]
@@ -118,6 +127,7 @@ class Play:
             (self.repair, 2),
             (self.scrub, 1),
             (self.relay, 4),
+            (self.feed, 6),
         )
 
     @property
@@ -137,7 +147,7 @@ class Play:
 
     def finish(self) -> None:
         """Everything runs dry."""
-        self.clock.advance(3_600)
+        self.clock.advance(5 * 86_400)  # it may have been set back
         self.scheduled(lambda shard: walking.build(self.product.store, self.product.listings, shard, free))
         self.age()
         for seller in list(self.reference_sellers()):
@@ -148,7 +158,8 @@ class Play:
                 pass
             relay.step()
         found = self.must_agree()
-        assert not self.book.ends(found, self.now_us)
+        broken = self.book.ends(found, self.now_us)
+        assert not broken, (broken[:3], self.trace[-10:])
 
     # Asked of both ----------------------------------------------------------------------------------------------------
 
@@ -201,7 +212,7 @@ class Play:
         """Mostly one that is there."""
         there = [key for key, draft in self.reference.drafts.items() if not draft["offer_id"]]
         if there and self.chance.random() < 0.85:
-            return self.chance.choice(sorted(there))
+            return self.chance.choice(there)
         return self.chance.choice(self.drafts) if self.drafts else ("nobody", "x")
 
     def _version(self, version: int) -> int:
@@ -264,7 +275,7 @@ class Play:
         assert said.version == self.reference.version(said.offer.offer_id)
 
     def _offer(self) -> str:
-        known = sorted(self.reference.offers)
+        known = list(self.reference.offers)
         return self.chance.choice(known) if known and self.chance.random() < 0.97 else NOBODYS
 
     def edit(self) -> None:
@@ -275,6 +286,9 @@ class Play:
             offer = self.reference.offers[offer_id]
             filled = {name: offer[name] for name in ("category", "content", "price", "photos")}
             is_valid = True
+        if offer_id in self.reference.offers and self.reference.offers[offer_id]["external_id"]:
+            before = self.reference.offers[offer_id]["content"]
+            filled["content"] = {**filled["content"], "mileage_km": before["mileage_km"]}
         one = Edit(offer_id=offer_id, version=version, filled=msgspec.convert(filled, Filled), may_see=anyone)
         said = self.do(offers.edit, [one])[0]
         if self.both(
@@ -309,7 +323,7 @@ class Play:
 
     def answer_photos(self) -> None:
         answers = []
-        for offer_id in {self._offer() for _ in range(2)}:
+        for offer_id in dict.fromkeys(self._offer() for _ in range(2)):
             for url in self.chance.sample(URLS, 2):
                 error = "not an image" if self.chance.random() < 0.4 else ""
                 image = None if error else {"id": url[-5]}
@@ -331,6 +345,57 @@ class Play:
             lambda _: self.reference.write_stage(offer_id, stage, version, state),
         )
 
+    # Feeds ------------------------------------------------------------------------------------------------------------
+
+    def feed(self) -> None:
+        """A feed in pieces, some of which come twice; now and then one that is not newer than the last."""
+        seller = self.chance.choice(list(self.tasks))
+        task_id = self.tasks[seller] + self.chance.choice((-1, 0, 1, 1, 1, 1, 3))
+        items: dict[str, Dict | None] = {}
+        lines = []
+        for name in self.chance.choices(EXTERNAL_IDS, k=self.chance.randint(0, 6)):  # of one id the last wins
+            items[name] = self._fed(task_id) if self.chance.random() < 0.85 else None
+            lines.append(_line(name, items[name]))
+        if task_id <= max(0, self.tasks[seller]):
+            if task_id > 0 and lines:
+                with pytest.raises(Conflict):
+                    self.send(seller, task_id, 0, lines)
+            return
+        for at in range(0, len(lines), 2):
+            for _ in range(1 + (self.chance.random() < 0.2)):
+                self.send(seller, task_id, at, lines[at : at + 2])
+        self.do(tasks.end_task, seller, task_id, len(lines))
+        self.apply(seller, task_id)
+        ids = dict(self.rows_of("SELECT external_id, offer_id FROM feed WHERE seller_id = {m}", seller))
+        self.reference.feed(seller, task_id, items, ids, self.now_us)
+        self.tasks[seller] = task_id
+        self.book.feeds[seller, task_id] = {name: filled is not None for name, filled in items.items()}
+
+    def send(self, seller: str, task_id: int, at: int, lines: list[bytes]) -> None:
+        staging.take_lines(self.product.store, self.product.listings, seller, task_id, at, lines)
+
+    def apply(self, seller: str, task_id: int) -> None:
+        """To its end; what is held is approved."""
+
+        def stage(tx: Transaction) -> str:
+            return tasks.must_find(tx, seller, task_id).stage
+
+        for _ in range(20):
+            self.scheduled(lambda shard: applying.step(self.product.store, self.product.listings, shard, free))
+            if self.product.store.read(stage) != "held":
+                break
+            self.do(tasks.approve, seller, task_id, "test")
+        assert self.product.store.read(stage) == "done"
+
+    def _fed(self, task_id: int) -> Dict:
+        """A valid item; which feed it is of is told by its content."""
+        while not (made := self._filled())[1] or len(set(made[0]["photos"])) < len(made[0]["photos"]):
+            pass
+        return {**made[0], "content": {**made[0]["content"], "mileage_km": task_id}}
+
+    def rows_of(self, sql: str, *given: Any) -> list[tuple[Any, ...]]:
+        return self.product.store.read(lambda tx: tx.rows(sql.format(m="?" if tx.is_sqlite else "%s"), given))
+
     # Time and the scheduler -------------------------------------------------------------------------------------------
 
     def pass_time(self) -> None:
@@ -350,6 +415,9 @@ class Play:
     def forget(self) -> None:
         walking.forget(self.product.store, self.product.listings, 1_000)
         self.reference.forget_drafts(self.now_us)
+        while sweeping.forget(self.product.store, self.product.listings, 1_000):
+            pass
+        self.reference.forget_fed(self.now_us)
 
     def change_presets(self) -> None:
         listings = self.product.listings
@@ -435,6 +503,11 @@ def _outcome(work: Callable[[], Any], refusal: type[Exception]) -> tuple[Any, Ex
         return work(), None
     except refusal as error:
         return None, error
+
+
+def _line(external_id: str, filled: Dict | None) -> bytes:
+    item = filled if filled is not None else {"category": "cars", "content": {"make": 1}}
+    return msgspec.json.encode({"external_id": external_id, **item})
 
 
 def _as_told(key: tuple[str, str], payload: Any) -> Any:

@@ -286,14 +286,13 @@ class Book:
         to be comes of feeds that are never older than before. Items have the number of their feed in `mileage_km`."""
         broken = []
         live: dict[str, list[str]] = defaultdict(list)
-        gone: dict[str, set[str]] = defaultdict(set)
-        for offer_id, offer in _last(found).items():
+        newest: dict[tuple[str, str], Body] = {}  # of each external id
+        for offer_id, offer in sorted(_last(found).items(), key=lambda each: each[1]["created_at_us"]):
             if not offer["external_id"]:
                 continue
+            newest[offer["seller_id"], offer["external_id"]] = offer
             if offer["status"] in ("active", "expired"):
                 live[offer["seller_id"]].append(offer["external_id"])
-            if offer["status"] == "removed" and offer["reason"] == FEED_REASON:
-                gone[offer["seller_id"]].add(offer["external_id"])
             tasks = [each["content"]["mileage_km"] for each in found.history(offer_id)]
             if tasks != sorted(tasks):
                 broken.append(f"G5: {offer_id} was changed by the feeds {tasks}")
@@ -307,11 +306,10 @@ class Book:
                 continue
             if extra := set(live[seller]) - set(items):
                 broken.append(f"G5: feed {task_id} of {seller} is done and has not {sorted(extra)}, which are live")
-            if lost := (gone[seller] - set(live[seller])) & {name for name, is_valid in items.items() if is_valid}:
-                broken.append(f"G5: feed {task_id} of {seller} is done and has {sorted(lost)}, which were removed")
-            known = {each["external_id"] for each in _last(found).values() if each["seller_id"] == seller}
-            if missing := {name for name, is_valid in items.items() if is_valid} - known:
-                broken.append(f"G5: feed {task_id} of {seller} is done, and {sorted(missing)} were never made")
+            for name in (name for name, is_valid in items.items() if is_valid):
+                last = newest.get((seller, name))
+                if last is None or (last["status"] == "removed" and last["reason"] == FEED_REASON):
+                    broken.append(f"G5: feed {task_id} of {seller} is done and has {name!r}, which is {last}")
         return broken
 
     def _columns(self, found: Found) -> list[str]:

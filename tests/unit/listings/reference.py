@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 DAY_US = 86_400_000_000
-EXPIRE_US, ARCHIVE_US, DRAFT_US = 60 * DAY_US, 30 * DAY_US, 90 * DAY_US
+EXPIRE_US, ARCHIVE_US, DRAFT_US, RETURN_US = 60 * DAY_US, 30 * DAY_US, 90 * DAY_US, 30 * DAY_US
 SELLERS_MOVES = {
     "active": {"sold", "removed"},
     "expired": {"active", "sold", "removed"},
@@ -31,6 +31,7 @@ class Reference:
         self.requests: dict[str, list[tuple[int, list[str]]]] = {}
         self.drafts: dict[tuple[str, str], Dict] = {}
         self.current: dict[str, str] = {}
+        self.fed: dict[tuple[str, str], Dict] = {}  # by seller and external id: offer, task, when it was removed
 
     # Drafts -----------------------------------------------------------------------------------------------------------
 
@@ -216,6 +217,44 @@ class Reference:
         if not told or told[-1] != state:
             self._tell(offer_id, kind, state)
         return self.version(offer_id, kind)
+
+    # Feeds ------------------------------------------------------------------------------------------------------------
+
+    def feed(
+        self, seller: str, task_id: int, items: Mapping[str, Dict | None], new_ids: Mapping[str, str], now_us: int
+    ) -> None:
+        """A whole feed, newer than any before it; None is an item that is not valid. `new_ids` are the product's."""
+        for name, filled in items.items():
+            row = self.fed.get((seller, name))
+            offer = self.offers[row["offer_id"]] if row is not None else None
+            offer_id = ""
+            if offer is not None and offer["status"] in ("active", "expired", "sold"):
+                offer_id = offer["offer_id"]
+                if filled is not None:
+                    status = "active" if offer["status"] == "expired" else offer["status"]
+                    self.change(offer_id, now_us, status=status, **_taken(filled))
+            elif offer is not None and offer["was_sold"]:
+                offer_id = offer["offer_id"]
+            elif filled is None:
+                continue
+            elif offer is not None and offer["status"] == "removed" and offer["status_at_us"] >= now_us - RETURN_US:
+                offer_id = offer["offer_id"]
+                self.change(offer_id, now_us, status="active", reason="", **_taken(filled))
+            else:
+                offer_id = new_ids[name]
+                self.make(offer_id, seller, filled, now_us, name)
+            self.fed[seller, name] = {"offer_id": offer_id, "task": task_id, "removed_at": None}
+        for (owner, _), row in self.fed.items():
+            if owner == seller and row["task"] < task_id and row["removed_at"] is None:
+                row["removed_at"] = now_us
+                if self.offers[row["offer_id"]]["status"] in ("active", "expired"):
+                    self.change(row["offer_id"], now_us, status="removed", reason="no longer in the feed")
+
+    def forget_fed(self, now_us: int) -> None:
+        """What a feed removed too long ago to return."""
+        for key, row in list(self.fed.items()):
+            if row["removed_at"] is not None and row["removed_at"] < now_us - RETURN_US:
+                del self.fed[key]
 
     def _tell(self, offer_id: str, kind: str, body: Any) -> None:
         self.told.setdefault((offer_id, kind), []).append(copy.deepcopy(body))
