@@ -2,7 +2,10 @@
 
 import json
 import random
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -223,6 +226,8 @@ def test_two_feeds_at_once_are_staged_apart_and_the_newer_one_wins(product: Feed
     product.run()
     assert product.live() == {"b", "c"}
     assert (product.shown(1).stage, product.shown(2).stage) == ("superseded", "done")
+    product.ids(3, "b")
+    assert [product.shown(task_id).stage for task_id in (1, 2, 3)] == ["superseded", "done", "done"]
 
 
 @pytest.mark.spec("LST-12")
@@ -740,6 +745,57 @@ def test_schedulers_senders_and_ends_at_once_leave_the_newest_feed(store_url: st
         assert ended == tasks_count
         assert product.live() == {"all", *[f"{tasks_count}-{number}" for number in range(5)]}
         assert product.counts(SELLER) == product.listed(SELLER) == {1: 6, 2: 6}
+
+
+WORKER = """
+import sys
+from keyfold.listings.model import shard_of
+from keyfold.listings.service.feeds import applying
+from tests.listings import opened
+
+applying.STEP_ITEMS = applying.STEP_REMOVALS = 10
+with opened(sys.argv[1], listings__feed_delete_share_max=1) as product:
+    print("ready", flush=True)
+    while applying.step(product.store, product.listings, shard_of("7"), lambda tx: None):
+        print("stepped", flush=True)
+"""
+
+
+@pytest.mark.spec("LST-12")
+def test_a_process_that_is_killed_again_and_again_applies_everything_once(store_url: str) -> None:
+    """Killed wherever it is: each item is one offer with one version and one message, each removal one more."""
+    count = 600
+    with opened(store_url, listings__feed_delete_share_max=1) as made:
+        product = Feeds(made.context, None)
+        names = [f"{number:04}" for number in range(count)]
+        product.send(1, *map(item, names))
+        product.end(1, count)
+        _killed_often(store_url)
+        product.run()
+        assert product.live() == set(names)
+        product.send(2, *map(item, names[::2]))
+        product.end(2, count // 2)
+        _killed_often(store_url)
+        product.run()
+        assert product.live() == set(names[::2])
+        assert product.shown(1).done.created == len(product.offers()) == count
+        assert (product.shown(2).done.unchanged, product.shown(2).done.removed) == (count // 2, count // 2)
+        versions = [version for _, _, version, _ in kinds(product.told(), "offer")]
+        assert sorted(versions) == [1] * count + [2] * (count // 2)
+        assert product.counts(SELLER) == product.listed(SELLER) == {1: count // 2, 2: count // 2}
+
+
+def _killed_often(url: str) -> None:
+    wait = random.Random(7)
+    for _ in range(2):
+        worker = subprocess.Popen([sys.executable, "-c", WORKER, url], stdout=subprocess.PIPE)
+        assert worker.stdout is not None
+        for _ in range(wait.randrange(2, 12)):
+            worker.stdout.readline()
+        time.sleep(wait.random() / 50)
+        worker.kill()
+        worker.wait()
+        worker.stdout.close()
 
 
 class Killed(BaseException):
