@@ -222,7 +222,8 @@ def test_two_feeds_at_once_are_staged_apart_and_the_newer_one_wins(product: Feed
     product.step()
     product.step()
     assert product.shown(1).stage == "applying"
-    product.end(2, 2)
+    product.send(2, item("c"), position=2)
+    product.end(2, 3)
     product.run()
     assert product.live() == {"b", "c"}
     assert (product.shown(1).stage, product.shown(2).stage) == ("superseded", "done")
@@ -1019,8 +1020,11 @@ def test_what_is_finished_is_forgotten_in_steps_and_what_is_not_stays(product: F
     sweep()
     assert [product.shown(2).stage, product.shown(2).reason] == ["superseded", "it was given up: it waited too long"]
     assert (count("feed_items"), count("feed_tasks"), count("feed_problems"), count("feed")) == (0, 1, 0, 5)
-    with pytest.raises(Conflict):
-        product.end(1, 8)
+    for task_id, items in ((1, 8), (2, 1)):
+        with pytest.raises(Conflict):
+            product.end(task_id, items)
+    product.run()
+    assert product.live() == set("abcde")
     product.ids(3, "a")
     product.pass_days(29)
     sweep()
