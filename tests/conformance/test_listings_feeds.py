@@ -569,8 +569,19 @@ def test_the_plan_counts_what_the_feed_then_does(product: Feeds) -> None:
     product.sell(offers["b"])
     product.move(offers["b"], "archived", "scheduler")
     product.move(offers["c"], "removed")
+    product.move(offers["f"], "expired", "scheduler")
+    product.move(offers["f"], "archived", "scheduler")
     product.change(offers["d"].offer_id, is_banned=True)
-    sent = [item("b"), item("c"), item("d"), item("e", category="?"), item("new"), item("newer", category="?"), b"?"]
+    sent = [
+        item("f"),
+        item("b"),
+        item("c"),
+        item("d"),
+        item("e", category="?"),
+        item("new"),
+        item("newer", category="?"),
+        b"?",
+    ]
     product.send(2, *sent)
     early = product.store.read(lambda tx: planning.plan_of(tx, tasks.must_find(tx, SELLER, 2)))
     product.end(2, len(sent))
@@ -579,13 +590,13 @@ def test_the_plan_counts_what_the_feed_then_does(product: Feeds) -> None:
     plan = shown.plan
     assert plan is not None
     assert early == msgspec.structs.replace(plan, has_ended=False)
-    assert plan.create == shown.done.created + shown.done.returned == 2
+    assert plan.create == shown.done.created + shown.done.returned == 3
     assert plan.update == shown.done.updated + shown.done.unchanged == 1
-    assert plan.delete == shown.done.removed == 3
+    assert plan.delete == shown.done.removed == 2
     assert plan.keep == shown.done.kept == 1
     assert plan.sold == shown.done.sold == 1
-    assert (plan.invalid, plan.live, plan.has_ended) == (3, 5, True)
-    assert product.live() == {"c", "d", "e", "new"}
+    assert (plan.invalid, plan.live, plan.has_ended) == (3, 4, True)
+    assert product.live() == {"c", "d", "e", "f", "new"}
     assert hand.offer in product.offers()
 
 
