@@ -371,6 +371,25 @@ def test_a_transaction_that_runs_too_long_is_rolled_back(store_url: str) -> None
     store.close()
 
 
+def test_a_migration_takes_as_long_as_it_takes(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index of a large table is not made within the time of a transaction."""
+    store = Store.open(store_url, limits=Limits(transaction_seconds_max=1, lock_seconds_max=1))
+    large = sa.Table("large", sa.MetaData(), sa.Column("id", sa.Integer, primary_key=True))
+    create = large.create
+
+    def slowly(bind: sa.Connection, checkfirst: bool) -> None:
+        if bind.dialect.name == "postgresql":
+            bind.exec_driver_sql("SELECT pg_sleep(1.2)")
+        else:
+            threading.Event().wait(1.2)
+        create(bind, checkfirst=checkfirst)
+
+    monkeypatch.setattr(large, "create", slowly)
+    migrate.upgrade(store, [large])
+    assert migrate.missing(store, [large]) == []
+    store.close()
+
+
 def test_closing_twice_is_harmless(store: Store) -> None:
     store.close()
     store.close()

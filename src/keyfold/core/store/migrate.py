@@ -86,6 +86,7 @@ def upgrade(store: Store, named: Sequence[sa.Table] = ()) -> SchemaStatus:
     config.set_main_option("path_separator", "os")
 
     def work(tx: Transaction) -> None:
+        tx.unbound()
         if not tx.is_sqlite:
             tx.driver("SELECT pg_advisory_xact_lock(%s)", (ADVISORY_LOCK,))
         config.attributes["connection"] = tx.connection
