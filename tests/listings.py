@@ -8,6 +8,7 @@ import msgspec
 
 from keyfold.core.clock import ManualClock
 from keyfold.core.context import Context, open_store
+from keyfold.core.part import Part
 from keyfold.core.relay import Relay
 from keyfold.core.settings import load
 from keyfold.core.store import Transaction, migrate
@@ -94,17 +95,19 @@ def car(seller_id: str = "7", **more: Any) -> Offer:
 
 
 @contextmanager
-def opened(url: str, *, clock: ManualClock | None = None, **options: object) -> Iterator[Product]:
-    """Settings are given with `__` for the dot, as `listings__expire_days=1`."""
+def opened(
+    url: str, *, clock: ManualClock | None = None, parts: Sequence[Part] = (), **options: object
+) -> Iterator[Product]:
+    """Settings are given with `__` for the dot, as `listings__expire_days=1`; `parts` are further parts."""
     settings = load(
-        parts={"listings": PART.settings} if PART.settings else {},
+        parts={part.name: part.settings for part in (PART, *parts) if part.settings is not None},
         environ={},
         options={"store.url": url, **{name.replace("__", "."): value for name, value in options.items()}},
     )
     store = open_store(settings)
     migrate.upgrade(store)
     store.close()
-    context = Context.open(settings, [PART], clock=clock)
+    context = Context.open(settings, [PART, *parts], clock=clock)
     try:
         yield Product(context, clock)
     finally:

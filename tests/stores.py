@@ -1,5 +1,6 @@
 """Fixtures of the stores: the same test runs on SQLite and on the PostgreSQL versions that we support."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from keyfold.core.part import named_tables
 from keyfold.core.settings import load
 from keyfold.core.store import Store, migrate
 from keyfold.parts import PARTS, settings_of_parts
+from tests.servers.fixtures import fresh_database
+from tests.servers.postgres import PostgresServer
 
 STORES = ("sqlite", "postgresql-18", "postgresql-15")
 
@@ -19,7 +22,7 @@ def made_ready(store: Store) -> None:
 
 
 @pytest.fixture(params=STORES)
-def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL of an empty store of each kind."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'keyfold.db'}"
@@ -28,19 +31,58 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     )
 
 
+@pytest.fixture(params=STORES)
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of a store of each kind with our schema, a copy of one that was made once."""
+    if request.param == "sqlite":
+        file = tmp_path / "keyfold.db"
+        shutil.copyfile(request.getfixturevalue("sqlite_template"), file)
+        yield f"sqlite:///{file}"
+        return
+    server: PostgresServer = request.getfixturevalue(
+        {"postgresql-18": "postgres_server", "postgresql-15": "postgres_15_server"}[request.param]
+    )
+    with fresh_database(server, _template(server)) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An embedded store with our schema, to be copied."""
+    file = tmp_path_factory.mktemp("template") / "keyfold.db"
+    _migrated(f"sqlite:///{file}")
+    return file
+
+
+_templates: dict[int, str] = {}  # by the port of a server: the database that has our schema
+
+
+def _template(server: PostgresServer) -> str:
+    if server.port not in _templates:
+        name = "keyfold_template"
+        _migrated(server.create_database(name))
+        _templates[server.port] = name
+    return _templates[server.port]
+
+
+def _migrated(url: str) -> None:
+    store = Store.open(url)
+    migrate.upgrade(store)
+    store.close()
+
+
 @pytest.fixture
 def store(store_url: str) -> Iterator[Store]:
     """A store of each kind with our schema."""
     opened = Store.open(store_url)
-    migrate.upgrade(opened)
     yield opened
     opened.close()
 
 
 @pytest.fixture
-def sqlite_store(tmp_path: Path) -> Iterator[Store]:
+def sqlite_store(tmp_path: Path, sqlite_template: Path) -> Iterator[Store]:
     """An embedded store with our schema, where the kind does not matter."""
+    shutil.copyfile(sqlite_template, tmp_path / "keyfold.db")
     opened = Store.open(f"sqlite:///{tmp_path / 'keyfold.db'}")
-    migrate.upgrade(opened)
     yield opened
     opened.close()

@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,9 @@ def test_a_support_desk_finds_offers_sellers_and_drift(keyfold: Run, tmp_path: P
     assert told(keyfold("repair", "--all", "--json")) == drift
     assert told(keyfold("drift", "--json")) == []
 
+    assert told(keyfold("feed", "7", "--json")) == []
+    assert "has no feed 1" in keyfold("feed", "7", "1").stderr
+    assert "--approve needs the TASK" in keyfold("feed", "7", "--approve").stderr
     waiting = told(keyfold("export-status", "--json"))
     assert sum(each["pending"] for each in waiting) == 3
     assert "3 changes wait to go to offers" in keyfold("export-status").stdout
@@ -153,11 +157,75 @@ def test_a_seller_publishes_edits_and_sells(shared: Served) -> None:
     assert (back.status_code, slug(back)) == (409, "conflict")
 
     stage = f"/v1/offers/{offer_id}/stages/pricing"
-    first = served.call("PUT", stage, mine, json={"state": {"a": 1}}, headers={"If-Match": '"0"'})
+    service = token_for(served.store_url, ["ingest"])
+    first = served.call("PUT", stage, service, json={"state": {"a": 1}}, headers={"If-Match": '"0"'})
     assert first.headers["ETag"] == '"1"'
-    assert served.call("GET", stage, mine).json()["state"] == {"a": 1}
+    assert served.call("GET", stage, service).json()["state"] == {"a": 1}
+    assert slug(served.call("GET", stage, mine)) == "scope-missing"  # what a stage keeps is no seller's affair
     whole = served.call("GET", f"/v1/offers/{offer_id}", mine).json()
-    assert {each["kind"] for each in whole["kinds"]} == {"moderation", "stage:pricing"}
+    assert whole["moderation"] == {"is_banned": False, "reason": "a trial"}
+    assert whole["photos"] == []
+    assert whole["offer"]["shown"] == "sold"
+
+
+def item(number: int, **more: Any) -> str:
+    return json.dumps({"external_id": str(number), "category": "cars", "content": CAR} | more)
+
+
+def send(served: Served, task: int, lines: list[str], position: int = 0) -> Any:
+    body = "".join(f"{line}\n" for line in lines).encode()
+    return served.call(
+        "POST",
+        f"/v1/feeds/feeder/{task}/items?position={position}",
+        served.token,
+        data=body,
+        headers={"Content-Type": "application/x-ndjson"},
+    )
+
+
+def ended(served: Served, task: int, items: int) -> str:
+    """The stage in which a feed comes to rest after its end."""
+    address = f"/v1/feeds/feeder/{task}"
+    answer = served.call("POST", f"{address}/end", served.token, json={"items": items})
+    assert answer.status_code == 200, answer.text
+    deadline = time.monotonic() + 60
+    while True:
+        stage = str(served.call("GET", address, served.token).json()["stage"])
+        if stage in ("held", "done", "superseded") or time.monotonic() > deadline:
+            return stage
+        time.sleep(0.05)
+
+
+@pytest.mark.spec("LST-12", "LST-13", "LST-18")
+def test_a_seller_sends_feeds(shared: Served) -> None:
+    lines = [item(number) for number in range(2_500)]
+    assert send(shared, 1, lines[:1_000]).json()["position"] == 1_000
+    assert send(shared, 1, lines[500:1_500], 500).json()["position"] == 1_500  # some of them again
+    gap = send(shared, 1, lines[2_000:], 2_000)
+    assert (gap.status_code, slug(gap)) == (409, "conflict")
+    assert "1500" in gap.text
+    cut = shared.call("POST", "/v1/feeds/feeder/1/end", shared.token, json={"items": 2_500})
+    assert cut.status_code == 409
+    send(shared, 1, lines[1_500:], 1_500)
+    assert ended(shared, 1, 2_500) == "done"
+    counters = shared.call("GET", "/v1/sellers/feeder/counters", shared.token).json()["counters"]
+    assert counters["Active"] == 2_500
+
+    send(shared, 2, [item(1), "{", item(2, category="boats")])
+    assert ended(shared, 2, 3) == "held"
+    held = shared.call("GET", "/v1/feeds/feeder/2", shared.token).json()
+    assert "2498 of 2500" in held["reason"]
+    assert shared.call("POST", "/v1/feeds/feeder/2/approve", shared.token).status_code == 200
+    deadline = time.monotonic() + 60
+    while shared.call("GET", "/v1/feeds/feeder/2", shared.token).json()["stage"] != "done":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    counters = shared.call("GET", "/v1/sellers/feeder/counters", shared.token).json()["counters"]
+    assert counters["Active"] == 2
+    report = shared.call("GET", "/v1/feeds/feeder/2/report", shared.token).json()
+    assert [each["external_id"] for each in report["problems"]] == ["", "2"]
+    old = send(shared, 1, lines)
+    assert (old.status_code, slug(old)) == (409, "conflict")
 
 
 @pytest.mark.spec("LST-14")

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import sqlalchemy as sa
 from msgspec import structs
@@ -42,6 +43,12 @@ from keyfold.core.store.shapes import (
 from keyfold.core.tables import MESSAGES
 from keyfold.core.topics.topic import Message
 from keyfold.core.workers import consumer_named
+from keyfold.listings.model import shard_of
+from keyfold.listings.service import cabinet, drafting, keeping, offers, repairing
+from keyfold.listings.service.drafting import Filled, Opening, Publishing
+from keyfold.listings.service.feeds import applying, staging, tasks
+from keyfold.listings.service.keeping import Opinion
+from keyfold.listings.service.offers import Move
 from keyfold.orders.model import Identity
 from keyfold.orders.service.checking import Check, Checked, check_orders
 from keyfold.orders.service.correcting import correct_orders
@@ -54,6 +61,8 @@ from keyfold.profiles.worker import Sweep
 from keyfold.tally import service
 from keyfold.tally.model import Addition
 from keyfold.tally.tables import TALLIES
+from tests.listings import CAR, car
+from tests.listings import opened as opened_listings
 from tests.orders import START, iso, order, recount, write_history
 from tests.orders import opened as opened_orders
 from tests.profiles import OFFER, event
@@ -427,3 +436,45 @@ def test_orders_are_counted_filled_split_checked_and_taken_back(tmp_path: Path) 
         while sweep.step():
             pass
         assert orders.count(*bare[50:]).count("late") == 50
+
+
+@pytest.mark.spec("ECO-05", "LST-02", "LST-04", "LST-08", "LST-09", "LST-12")
+@pytest.mark.usefixtures("context")
+def test_listings_live_on_the_cluster() -> None:
+    """What is a seller's lies together, ids of offers elsewhere, and both commit together."""
+    mark = uuid.uuid4().hex[:8]
+    sellers = [f"{mark}-{number}" for number in range(12)]
+    with opened_listings(URL) as product:
+        visit = product.do(drafting.open_drafts, Opening(anonymous_id=f"{mark}-visitor", category="cars"))
+        draft = product.do(drafting.open_drafts, Opening(anonymous_id=f"{mark}-visitor", seller_id=sellers[0]))
+        assert draft.draft_id == visit.draft_id
+        filled = Filled(category="cars", content=dict(CAR))
+        draft = product.do(drafting.fill, draft.owner_id, draft.draft_id, draft.version, filled)
+        asked = Publishing(owner_id=draft.owner_id, draft_id=draft.draft_id, version=draft.version)
+        first, again = (product.do(drafting.publish, [asked])[0] for _ in range(2))
+        assert first == again
+        made = product.make(*[car(seller) for seller in sellers for _ in range(10)])
+        opinions = [Opinion(offer_id=each.offer.offer_id, version=1, is_banned=True) for each in made[::2]]
+        assert {each.result for each in product.do(keeping.judge, opinions)} == {"applied"}
+        moves = [Move(offer_id=each.offer.offer_id, status="sold", may_see=lambda _: True) for each in made[1::4]]
+        assert not [each for each in product.do(offers.move, moves) if isinstance(each, Exception)]
+        for seller in sellers:
+            assert product.counts(seller) == product.listed(seller)
+            assert product.store.read(lambda tx, seller=seller: repairing.drift(tx, seller)) == []  # type: ignore[misc]
+        page = product.store.read(lambda tx: cabinet.page(tx, sellers[3], "all", "", 4))
+        assert (len(page.offers), page.count) == (4, 10)
+        product.store.transact(
+            lambda tx: tx.driver(
+                "UPDATE user_offer_presets_count SET offers = offers + 3 WHERE seller_id = %s", (sellers[1],)
+            )
+        )
+        assert product.store.transact(lambda tx: repairing.repair(tx, sellers[1], "test"))
+        assert product.counts(sellers[1]) == product.listed(sellers[1])
+        lines = [msgspec.json.encode({"external_id": str(n), "category": "cars", "content": CAR}) for n in range(50)]
+        staging.take_lines(product.store, product.listings, sellers[2], 1, 0, lines)
+        product.do(tasks.end_task, sellers[2], 1, len(lines))
+        while applying.step(product.store, product.listings, shard_of(sellers[2]), lambda _: None):
+            pass
+        assert product.counters(sellers[2])["Active"] >= 50
+        told = [each for each in product.told() if each[3]["seller_id"] == sellers[2]]
+        assert len({key for key, _, _, _ in told}) == 60

@@ -2,7 +2,10 @@
 
 import json
 import random
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -219,10 +222,13 @@ def test_two_feeds_at_once_are_staged_apart_and_the_newer_one_wins(product: Feed
     product.step()
     product.step()
     assert product.shown(1).stage == "applying"
-    product.end(2, 2)
+    product.send(2, item("c"), position=2)
+    product.end(2, 3)
     product.run()
     assert product.live() == {"b", "c"}
     assert (product.shown(1).stage, product.shown(2).stage) == ("superseded", "done")
+    product.ids(3, "b")
+    assert [product.shown(task_id).stage for task_id in (1, 2, 3)] == ["superseded", "done", "done"]
 
 
 @pytest.mark.spec("LST-12")
@@ -563,8 +569,19 @@ def test_the_plan_counts_what_the_feed_then_does(product: Feeds) -> None:
     product.sell(offers["b"])
     product.move(offers["b"], "archived", "scheduler")
     product.move(offers["c"], "removed")
+    product.move(offers["f"], "expired", "scheduler")
+    product.move(offers["f"], "archived", "scheduler")
     product.change(offers["d"].offer_id, is_banned=True)
-    sent = [item("b"), item("c"), item("d"), item("e", category="?"), item("new"), item("newer", category="?"), b"?"]
+    sent = [
+        item("f"),
+        item("b"),
+        item("c"),
+        item("d"),
+        item("e", category="?"),
+        item("new"),
+        item("newer", category="?"),
+        b"?",
+    ]
     product.send(2, *sent)
     early = product.store.read(lambda tx: planning.plan_of(tx, tasks.must_find(tx, SELLER, 2)))
     product.end(2, len(sent))
@@ -573,13 +590,13 @@ def test_the_plan_counts_what_the_feed_then_does(product: Feeds) -> None:
     plan = shown.plan
     assert plan is not None
     assert early == msgspec.structs.replace(plan, has_ended=False)
-    assert plan.create == shown.done.created + shown.done.returned == 2
+    assert plan.create == shown.done.created + shown.done.returned == 3
     assert plan.update == shown.done.updated + shown.done.unchanged == 1
-    assert plan.delete == shown.done.removed == 3
+    assert plan.delete == shown.done.removed == 2
     assert plan.keep == shown.done.kept == 1
     assert plan.sold == shown.done.sold == 1
-    assert (plan.invalid, plan.live, plan.has_ended) == (3, 5, True)
-    assert product.live() == {"c", "d", "e", "new"}
+    assert (plan.invalid, plan.live, plan.has_ended) == (3, 4, True)
+    assert product.live() == {"c", "d", "e", "f", "new"}
     assert hand.offer in product.offers()
 
 
@@ -740,6 +757,57 @@ def test_schedulers_senders_and_ends_at_once_leave_the_newest_feed(store_url: st
         assert ended == tasks_count
         assert product.live() == {"all", *[f"{tasks_count}-{number}" for number in range(5)]}
         assert product.counts(SELLER) == product.listed(SELLER) == {1: 6, 2: 6}
+
+
+WORKER = """
+import sys
+from keyfold.listings.model import shard_of
+from keyfold.listings.service.feeds import applying
+from tests.listings import opened
+
+applying.STEP_ITEMS = applying.STEP_REMOVALS = 10
+with opened(sys.argv[1], listings__feed_delete_share_max=1) as product:
+    print("ready", flush=True)
+    while applying.step(product.store, product.listings, shard_of("7"), lambda tx: None):
+        print("stepped", flush=True)
+"""
+
+
+@pytest.mark.spec("LST-12")
+def test_a_process_that_is_killed_again_and_again_applies_everything_once(store_url: str) -> None:
+    """Killed wherever it is: each item is one offer with one version and one message, each removal one more."""
+    count = 600
+    with opened(store_url, listings__feed_delete_share_max=1) as made:
+        product = Feeds(made.context, None)
+        names = [f"{number:04}" for number in range(count)]
+        product.send(1, *map(item, names))
+        product.end(1, count)
+        _killed_often(store_url)
+        product.run()
+        assert product.live() == set(names)
+        product.send(2, *map(item, names[::2]))
+        product.end(2, count // 2)
+        _killed_often(store_url)
+        product.run()
+        assert product.live() == set(names[::2])
+        assert product.shown(1).done.created == len(product.offers()) == count
+        assert (product.shown(2).done.unchanged, product.shown(2).done.removed) == (count // 2, count // 2)
+        versions = [version for _, _, version, _ in kinds(product.told(), "offer")]
+        assert sorted(versions) == [1] * count + [2] * (count // 2)
+        assert product.counts(SELLER) == product.listed(SELLER) == {1: count // 2, 2: count // 2}
+
+
+def _killed_often(url: str) -> None:
+    wait = random.Random(7)
+    for _ in range(2):
+        worker = subprocess.Popen([sys.executable, "-c", WORKER, url], stdout=subprocess.PIPE)
+        assert worker.stdout is not None
+        for _ in range(wait.randrange(2, 12)):
+            worker.stdout.readline()
+        time.sleep(wait.random() / 50)
+        worker.kill()
+        worker.wait()
+        worker.stdout.close()
 
 
 class Killed(BaseException):
@@ -963,8 +1031,11 @@ def test_what_is_finished_is_forgotten_in_steps_and_what_is_not_stays(product: F
     sweep()
     assert [product.shown(2).stage, product.shown(2).reason] == ["superseded", "it was given up: it waited too long"]
     assert (count("feed_items"), count("feed_tasks"), count("feed_problems"), count("feed")) == (0, 1, 0, 5)
-    with pytest.raises(Conflict):
-        product.end(1, 8)
+    for task_id, items in ((1, 8), (2, 1)):
+        with pytest.raises(Conflict):
+            product.end(task_id, items)
+    product.run()
+    assert product.live() == set("abcde")
     product.ids(3, "a")
     product.pass_days(29)
     sweep()

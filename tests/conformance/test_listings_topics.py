@@ -10,9 +10,10 @@ import pytest
 from keyfold.core.clock import ManualClock
 from keyfold.core.loops import run_until_idle
 from keyfold.core.workers import loops
-from keyfold.listings.model import Offer
+from keyfold.listings.model import Offer, business_of
 from keyfold.listings.service import saving
 from keyfold.listings.worker import Scheduler
+from keyfold.numbering.part import PART as NUMBERING
 from tests.listing_services import Moderation, PhotoService
 from tests.listings import Product, car, kinds, opened
 
@@ -103,3 +104,22 @@ def test_schedulers_share_the_work_and_survive_each_other(tmp_path: Any) -> None
             time.sleep(0.2)
         assert len(product.rows("SELECT 1 FROM offer WHERE shown = 'archived'")) == 60
         other.stop()
+
+
+@pytest.mark.spec("LST-11", "NUM-01")
+def test_what_is_exported_is_what_numbering_takes(tmp_path: Any) -> None:
+    url = f"sqlite:///{tmp_path / 'keyfold.db'}"
+    with opened(url, parts=[NUMBERING], numbering__offers_topic="offers") as product:
+        live, banned, gone = product.make(car("7"), car("8"), car("dealer:9", warehouse_id=3))
+        product.change(banned.offer.offer_id, is_banned=True)
+        product.change(gone.offer.offer_id, status="removed")
+        work(product)
+        rows = product.rows(
+            "SELECT offer_id, business_id, shop_id, warehouse_id, is_live FROM numbering_offers ORDER BY warehouse_id"
+        )
+        number = business_of("dealer:9")
+        assert set(rows) == {
+            (live.offer.offer_id, 7, 7, 0, 1),
+            (banned.offer.offer_id, 8, 8, 0, 0),
+            (gone.offer.offer_id, number, number, 3, 0),
+        }

@@ -347,12 +347,12 @@ def test_a_schema_that_is_not_ours_is_refused_with_what_to_do(store: Store, foun
 
 
 @pytest.mark.spec("CORE-12")
-def test_an_empty_store_is_refused_until_it_is_upgraded(store_url: str) -> None:
-    store = Store.open(store_url)
+def test_an_empty_store_is_refused_until_it_is_upgraded(empty_url: str) -> None:
+    store = Store.open(empty_url)
     with pytest.raises(SchemaUnknown, match="keyfold store upgrade"):
-        migrate.must_be_current(store, store_url)
+        migrate.must_be_current(store, empty_url)
     migrate.upgrade(store)
-    migrate.must_be_current(store, store_url)
+    migrate.must_be_current(store, empty_url)
     store.close()
 
 
@@ -368,6 +368,25 @@ def test_a_transaction_that_runs_too_long_is_rolled_back(store_url: str) -> None
     with pytest.raises(StoreBusy, match="longer than 1 seconds"):
         store.transact(slow)
     assert values(store) == {}
+    store.close()
+
+
+def test_a_migration_takes_as_long_as_it_takes(empty_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index of a large table is not made within the time of a transaction."""
+    store = Store.open(empty_url, limits=Limits(transaction_seconds_max=1, lock_seconds_max=1))
+    large = sa.Table("large", sa.MetaData(), sa.Column("id", sa.Integer, primary_key=True))
+    create = large.create
+
+    def slowly(bind: sa.Connection, checkfirst: bool) -> None:
+        if bind.dialect.name == "postgresql":
+            bind.exec_driver_sql("SELECT pg_sleep(1.2)")
+        else:
+            threading.Event().wait(1.2)
+        create(bind, checkfirst=checkfirst)
+
+    monkeypatch.setattr(large, "create", slowly)
+    migrate.upgrade(store, [large])
+    assert migrate.missing(store, [large]) == []
     store.close()
 
 

@@ -32,7 +32,7 @@ def matches(promised: str, printed: str) -> bool:
 
 
 @pytest.mark.spec("CORE-15", "CORE-19", "CORE-20", "CORE-22")
-@pytest.mark.parametrize("page", ["tutorial.md", "segments.md", "numbering.md"])
+@pytest.mark.parametrize("page", ["tutorial.md", "segments.md", "numbering.md", "listings.md"])
 def test_every_command_of_a_page_prints_what_it_promises(page: str, tmp_path: Path) -> None:
     steps = commands((DOCS / page).read_text(encoding="utf-8"))
     script = "\n".join(f"echo '{MARK}'\n{command}" for command, _ in steps)

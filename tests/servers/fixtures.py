@@ -72,14 +72,14 @@ def spark_session(spark_cluster: SparkCluster, tmp_path_factory: pytest.TempPath
 @pytest.fixture
 def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
     """The URL of an empty database on PostgreSQL 18, for one test."""
-    with _fresh_database(postgres_server) as url:
+    with fresh_database(postgres_server) as url:
         yield url
 
 
 @pytest.fixture
 def postgres_15_url(postgres_15_server: PostgresServer) -> Iterator[str]:
     """The URL of an empty database on PostgreSQL 15, for one test."""
-    with _fresh_database(postgres_15_server) as url:
+    with fresh_database(postgres_15_server) as url:
         yield url
 
 
@@ -112,9 +112,10 @@ def pytest_runtest_teardown() -> Iterator[None]:
 
 
 @contextmanager
-def _fresh_database(server: PostgresServer) -> Iterator[str]:
+def fresh_database(server: PostgresServer, template: str = "template0") -> Iterator[str]:
+    """A database for one test."""
     name = f"test_{uuid.uuid4().hex}"
-    url = server.create_database(name)
+    url = server.create_database(name, template)
     try:
         yield url
     finally:

@@ -44,12 +44,12 @@ class PostgresServer(ServerProcess):
     def url_of(self, database: str) -> str:
         return f"postgresql://{USER}@127.0.0.1:{self.port}/{database}"
 
-    def create_database(self, name: str) -> str:
-        """Create an empty database and return its URL."""
-        # Created and dropped again in 53 ms; with the default strategy, wal_log, in 75 ms (PostgreSQL 18, fsync on).
-        statement = sql.SQL("CREATE DATABASE {} TEMPLATE template0 STRATEGY file_copy")
+    def create_database(self, name: str, template: str = "template0") -> str:
+        """Create a database, empty or as another is, and return its URL."""
+        # By wal_log in 60 ms. By file_copy it takes two checkpoints: 50 ms alone, a second where others write.
+        statement = sql.SQL("CREATE DATABASE {} TEMPLATE {} STRATEGY wal_log")
         with psycopg.connect(self.url, autocommit=True) as connection:
-            connection.execute(statement.format(sql.Identifier(name)))
+            connection.execute(statement.format(sql.Identifier(name), sql.Identifier(template)))
         return self.url_of(name)
 
     def drop_database(self, name: str) -> None:

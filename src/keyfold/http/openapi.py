@@ -188,7 +188,15 @@ def _operation(route: Route, routes: Sequence[Route], schemas: Schemas) -> Schem
         operation["requestBody"] = {
             "required": True,
             "description": "One document a line, of any number of lines; they are taken as they come.",
-            "content": {LINES_MEDIA: {"schema": {"type": "string", "contentSchema": schemas.of(route.lines)}}},
+            "content": {
+                LINES_MEDIA: {
+                    "schema": {
+                        "type": "string",
+                        "contentMediaType": LINES_MEDIA,
+                        "contentSchema": schemas.of(route.lines),
+                    }
+                }
+            },
         }
     return operation
 

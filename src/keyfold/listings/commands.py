@@ -71,18 +71,19 @@ def seller(
     limit: Annotated[int, typer.Option(min=1, max=1_000, help="Offers on the page.")] = 20,
 ) -> Answer:
     """Show what is counted of a seller, and a page of the cabinet."""
-    from keyfold.listings.service import cabinet
+    from keyfold.listings.service import cabinet, walking
 
     context, _ = _opened(ctx)
 
     def look(tx: "Transaction") -> Any:
         return (
+            walking.is_seller(tx, seller_id),
             cabinet.counters(tx, seller_id),
             cabinet.preset_counts(tx, seller_id),
             cabinet.page(tx, seller_id, preset, cursor, limit),
         )
 
-    counters, presets, page = context.store.read(look)
+    is_seller, counters, presets, page = context.store.read(look)
     offers = [msgspec.json.decode(told.body) for told in page.offers]
     lines = [f"{name}: {value}" for name, value in counters.items()]
     lines += [f"preset {each.preset}: {each.offers}" + ("" if each.is_complete else " (building)") for each in presets]
@@ -99,7 +100,8 @@ def seller(
         for each in offers
     ]
     data = {"counters": counters, "presets": presets, "offers": offers, "cursor": page.cursor}
-    return Answer(data=data, table=rows, lines=lines)
+    notes = [] if is_seller else [f"{printable(seller_id)} has never had an offer"]
+    return Answer(data=data, table=rows, lines=lines, notes=notes)
 
 
 @app.command()

@@ -231,7 +231,11 @@ def test_the_document_says_what_a_line_is(caller: Caller) -> None:
     content = told["paths"]["/v1/lines"]["post"]["requestBody"]["content"]
     assert content == {
         "application/x-ndjson": {
-            "schema": {"type": "string", "contentSchema": {"$ref": "#/components/schemas/Item"}},
+            "schema": {
+                "type": "string",
+                "contentMediaType": "application/x-ndjson",
+                "contentSchema": {"$ref": "#/components/schemas/Item"},
+            },
         }
     }
     assert "Item" in told["components"]["schemas"]

@@ -71,21 +71,24 @@ def upgrade(store: Store, named: Sequence[sa.Table] = ()) -> SchemaStatus:
 
     A repeat changes nothing.
     """
-    from alembic import command
-    from alembic.config import Config
-
     before = status(store)
+    if before.state == "current" and not missing(store, named):
+        return before
     if before.state == "unknown":
         raise SchemaUnknown(
             f"the store has schema {before.current or 'of unknown origin'}, this program knows {HEAD}",
             hint="Nothing was changed",
         )
     _must_be_new_enough(store)
+    from alembic import command
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", str(importlib.resources.files("keyfold.core.store") / "migrations"))
     config.set_main_option("path_separator", "os")
 
     def work(tx: Transaction) -> None:
+        tx.unbound()
         if not tx.is_sqlite:
             tx.driver("SELECT pg_advisory_xact_lock(%s)", (ADVISORY_LOCK,))
         config.attributes["connection"] = tx.connection

@@ -72,6 +72,7 @@ class Transaction:
         self._clock = clock
         self._now_us: int | None = None
         self.after_commit: list[Callable[[], object]] = []  # wake-ups; they must not fail
+        self._is_bounded = True
 
     @property
     def is_sqlite(self) -> bool:
@@ -142,6 +143,17 @@ class Transaction:
             raise DataRefused(str(error)) from error
         except self.dialect.loaded_dbapi.Error as error:
             raise self._told(sql, error) from error
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether it is rolled back when it takes too long."""
+        return self._is_bounded
+
+    def unbound(self) -> None:
+        """May take as long as it takes: for work that leaves neither messages nor marks, as a migration does."""
+        self._is_bounded = False
+        if not self.is_sqlite:
+            self.driver("SET LOCAL statement_timeout = 0")
 
     @property
     def now_us(self) -> int:
@@ -248,7 +260,8 @@ class Store:
                         self.engine.rollback(connection)
                         return unknown[-1]
                     result = work(transaction)
-                    self._must_be_in_time(started)
+                    if transaction.is_bounded:
+                        self._must_be_in_time(started)
                 except BaseException:
                     self._roll_back_quietly(connection)
                     raise

@@ -13,12 +13,14 @@ from keyfold.core.gather import Ask, Operation, Outcome, Versioned
 from keyfold.core.route import Route
 from keyfold.core.store import Transaction
 from keyfold.listings.categories import ContentRefused
+from keyfold.listings.model import Photo
 from keyfold.listings.routes.shapes import OfferPath, OfferShown, may_see, shown_outcome
 from keyfold.listings.service import keeping, offers
 from keyfold.listings.service.drafting import Filled
 from keyfold.listings.service.keeping import Judged, OfferId, Opinion, StageState
 from keyfold.listings.service.listings import Listings
-from keyfold.listings.service.offers import Edit, KindShown, Move, not_there
+from keyfold.listings.service.offers import Edit, Move, not_there
+from keyfold.listings.service.saving import MODERATION_KIND, PHOTOS_KIND, Photos
 
 READ_MAX = 1_000
 OPINIONS_MAX = 1_000
@@ -42,11 +44,25 @@ class _RawOffers(Struct, frozen=True):
     missing: list[str]
 
 
+class Judgement(Struct, frozen=True):
+    """What a seller is told of moderation's last opinion."""
+
+    is_banned: bool
+    reason: str
+
+
 class OfferWhole(Struct, frozen=True):
-    """Everything that is kept at an offer, by kind."""
+    """An offer with what became of its photos, and moderation's last opinion. What stages keep is theirs alone."""
 
     offer: OfferShown
-    kinds: list[KindShown]
+    photos: list[Photo]
+    moderation: Judgement | None
+
+
+class _RawWhole(Struct, frozen=True):
+    offer: msgspec.Raw
+    photos: list[Photo]
+    moderation: Judgement | None
 
 
 class MoveBody(Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,7 +107,7 @@ def offer_routes(context: Context, listings: Listings) -> list[Route]:
         one(
             method="GET",
             path="/v1/offers/{offer_id}",
-            summary="Read an offer with everything that is kept at it",
+            summary="Read an offer with its photos and moderation's opinion",
             scope="read",
             answer=OfferWhole,
             run=doors.whole,
@@ -120,11 +136,13 @@ def offer_routes(context: Context, listings: Listings) -> list[Route]:
             idempotent=True,
             errors=(NotFound, Conflict, VersionStale),
         ),
-        stage(method="GET", summary="Read what a stage keeps", scope="read", run=doors.read_stage, errors=(NotFound,)),
+        stage(
+            method="GET", summary="Read what a stage keeps", scope="ingest", run=doors.read_stage, errors=(NotFound,)
+        ),
         stage(
             method="PUT",
             summary="Keep the state of a stage",
-            scope="listings.write",
+            scope="ingest",
             body=StageBody,
             run=doors.writing_stage(),
             if_match=True,
@@ -173,8 +191,10 @@ class Doors:
             told = offers.read(tx, [offer_id]).get(offer_id)
             if told is None or not may_see(ask)(told.seller_id):
                 return not_there(offer_id)
-            kinds = [each for each in offers.kinds_of(tx, told.seller_id, offer_id) if each.kind != "offer"]
-            return Versioned({"offer": msgspec.Raw(told.body), "kinds": kinds}, told.version)
+            kinds = {each.kind: each.body for each in offers.kinds_of(tx, told.seller_id, offer_id)}
+            photos = msgspec.json.decode(kinds[PHOTOS_KIND], type=Photos).photos if PHOTOS_KIND in kinds else []
+            judged = msgspec.json.decode(kinds[MODERATION_KIND], type=Judgement) if MODERATION_KIND in kinds else None
+            return Versioned(_RawWhole(msgspec.Raw(told.body), photos, judged), told.version)
 
         return self._store.read(look)
 

@@ -203,6 +203,9 @@ def end_task(tx: Transaction, listings: Listings, seller_id: str, task_id: int, 
         )
     if task is not None and task.counts.has_ended:
         return shown(task)
+    if task is not None and task.stage != "taking":
+        # Its items may be gone already: applied, it would remove every offer.
+        raise Conflict(f"feed {task_id} has no end any more, it is {task.stage}", hint=task.reason or None)
     task = task or begin(tx, seller_id, task_id)
     counts = msgspec.structs.replace(task.counts, has_ended=True)
     tx.execute(sa.update(SELLERS).where(SELLERS.c.seller_id == seller_id).values(ended_task_id=task_id))
