@@ -109,7 +109,9 @@ class Found:
             for seller, task_id, stage, reason in tx.driver("SELECT seller_id, task_id, stage, reason FROM feed_tasks")
         }
         self.ended: dict[str, int | None] = _pairs(tx, "SELECT seller_id, ended_task_id FROM sellers")
-        self.walked: int = sum(done for (done,) in tx.driver("SELECT is_done FROM listing_walks"))
+        walks = [tuple(row) for row in tx.driver("SELECT walk, is_done FROM listing_walks")]
+        self.walks = {walk for walk, _ in walks}
+        self.walked: int = sum(done for _, done in walks)
 
     def history(self, offer_id: str) -> list[Body]:
         """An offer itself, from its first version to its last."""
@@ -339,6 +341,7 @@ class Book:
         broken += [
             f"G4: the preset {number} is {state}" for number, (_, state) in found.presets.items() if state != "ready"
         ]
+        broken += [f"G4: the walk {walk} was left behind" for walk in found.walks - {"scrub"}]
         broken += [
             f"G5: {key} is {task.stage}: {task.reason}"
             for key, task in found.tasks.items()

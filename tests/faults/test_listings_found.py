@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,9 +13,10 @@ import pytest
 
 from keyfold.core.clock import ManualClock
 from keyfold.core.store import Transaction
-from keyfold.listings.model import SHARDS, Preset
+from keyfold.listings.model import SHARDS, Preset, shard_of
 from keyfold.listings.service import drafting, presets, saving, walking
 from keyfold.listings.service.drafting import DraftShown, Filled, Opening
+from keyfold.listings.service.feeds import applying, staging, tasks
 from keyfold.listings.service.presets import PresetRow
 from keyfold.listings.service.saving import Change
 from tests.listings import CAR, Product, car, opened
@@ -202,3 +204,53 @@ def test_a_walk_waits_for_whoever_has_read_the_presets_before_they_were_committe
             while walking.build(product.store, product.listings, shard, free):
                 pass
         assert product.listed("8") == product.listed("7") == {9: 1}
+
+
+@pytest.mark.spec("LST-13")
+def test_a_feed_is_not_held_for_offers_that_were_sold_and_banned(tmp_path: Path) -> None:
+    """They are shown as banned, so the plan counted them among those that it would remove, which it never does."""
+    with opened(f"sqlite:///{tmp_path / 'keyfold.db'}", clock=ManualClock(NOW_US)) as product:
+        _feed(product, 1, "a", "b", "c")
+        for offer_id, external_id in product.rows("SELECT offer_id, external_id FROM feed WHERE external_id <> 'a'"):
+            product.change(offer_id, status="sold", was_sold=True, is_banned=external_id == "b")
+        _feed(product, 2, "a")
+        stage, counts = product.rows("SELECT stage, counts FROM feed_tasks WHERE task_id = 2")[0]
+        assert stage == "done"
+        assert (plan := msgspec.json.decode(counts)["plan"])["live"] == 1
+        assert plan["delete"] == 0
+
+
+@pytest.mark.spec("LST-12", "LST-14")
+def test_a_photo_that_stands_twice_in_an_item_of_a_feed_is_one_photo(tmp_path: Path) -> None:
+    """As it is in an offer made by hand: the next edit would have been a change."""
+    with opened(f"sqlite:///{tmp_path / 'keyfold.db'}", clock=ManualClock(NOW_US)) as product:
+        _feed(product, 1, "a", photos=["https://photos.example.com/1.jpg"] * 2)
+        (body,) = product.rows("SELECT body FROM offer WHERE kind = 'offer'")[0]
+        assert msgspec.json.decode(body)["photos"] == ["https://photos.example.com/1.jpg"]
+
+
+@pytest.mark.spec("LST-07")
+def test_a_preset_that_changes_while_it_is_built_leaves_no_walk_behind(tmp_path: Path) -> None:
+    with opened(f"sqlite:///{tmp_path / 'keyfold.db'}", clock=ManualClock(NOW_US), **OPTIONS) as product:
+        product.make(car())
+        for statuses in ({"expired"}, {"sold"}):
+            preset = Preset(number=2, statuses=frozenset(statuses))  # type: ignore[arg-type]
+            chosen = msgspec.structs.replace(product.listings.settings, presets={"new": preset})
+            product.store.transact(lambda tx, chosen=chosen: presets.adopt(tx, chosen))  # type: ignore[misc]
+            product.pass_days(1)
+            walking.build(product.store, product.listings, 0, free)
+        for shard in range(SHARDS):
+            while walking.build(product.store, product.listings, shard, free):
+                pass
+        assert {row.state for row in product.store.read(presets.stored)} == {"ready"}
+        assert product.rows("SELECT walk FROM listing_walks") == []
+
+
+def _feed(product: Product, task_id: int, *external_ids: str, **more: Any) -> None:
+    """A whole feed, sent, ended and applied as far as nobody is asked."""
+    items = [{"external_id": each, "category": "cars", "content": dict(CAR), **more} for each in external_ids]
+    lines = [msgspec.json.encode(item) for item in items]
+    staging.take_lines(product.store, product.listings, "7", task_id, 0, lines)
+    product.do(tasks.end_task, "7", task_id, len(lines))
+    while applying.step(product.store, product.listings, shard_of("7"), free):
+        pass

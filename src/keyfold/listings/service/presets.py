@@ -96,6 +96,7 @@ def adopt(tx: Transaction, settings: ListingsSettings, actor: str = "settings") 
     if not changed:
         return []
     delete(tx, OFFER_PRESETS, {"preset_id": [row.number for row in changed if row.number in known]})
+    delete(tx, LISTING_WALKS, {"walk": [known[row.number].walk for row in (*fresh, *dropped) if row.number in known]})
     columns: Columns = {
         "preset_id": [row.number for row in changed],
         "name": [row.name for row in changed],

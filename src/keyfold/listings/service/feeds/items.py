@@ -79,7 +79,7 @@ def _offer(listings: Listings, seller_id: str, item: FeedItem) -> Offer:
         category=item.category,
         schema_version=category.version,
         price=item.price,
-        photos=item.photos,
+        photos=tuple(dict.fromkeys(item.photos)),
         external_id=external_id_of(item.external_id, item.content),
         business_id=number if item.business_id is None else item.business_id,
         shop_id=number if item.shop_id is None else item.shop_id,

@@ -27,7 +27,7 @@ FROM (
 """)
 
 # What the end would remove: offers that a row of a smaller task has, and no item of this one. An item that is not
-# valid keeps its offer too.
+# valid keeps its offer too. What was sold stays, also where a ban stands over it.
 _LIVE = sa.text("""
 SELECT count(*)                                                                              AS live,
        count(CASE WHEN feed_items.external_id IS NULL AND feed.task_id < :task_id THEN 1 END) AS deleted
@@ -35,7 +35,9 @@ FROM feed
 JOIN offer           ON offer.seller_id = feed.seller_id AND offer.offer_id = feed.offer_id AND offer.kind = 'offer'
 LEFT JOIN feed_items ON feed_items.seller_id = feed.seller_id AND feed_items.task_id = :task_id
                     AND feed_items.external_id = feed.external_id
+LEFT JOIN sold_offers ON sold_offers.seller_id = feed.seller_id AND sold_offers.offer_id = feed.offer_id
 WHERE feed.seller_id = :seller_id AND feed.removed_at_us IS NULL AND offer.shown IN ('active', 'expired', 'banned')
+      AND sold_offers.offer_id IS NULL
 """)
 
 
