@@ -1,10 +1,13 @@
 """Servers for the tests that need one: fresh ones, one with odd routes, and one that many tests share."""
 
-from collections.abc import Iterator
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from keyfold.cli.run import run as run_command
 from tests.acceptance.served import KEYFOLD, LOGS, PROFILES, TRIAL, TYPES, UNITS, Served, Start, serving
 
 
@@ -22,6 +25,31 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield run
     for served in started:
         served.stop()
+
+
+@pytest.fixture
+def in_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """The command line within this process, which has imported what it stands on already."""
+    stopping = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[str]":
+        with monkeypatch.context() as patch:
+            patch.chdir(tmp_path)
+            for name, value in environ.items():
+                patch.setenv(name, value)
+            capfd.readouterr()
+            try:
+                code = run_command(list(arguments))
+            except SystemExit as ended:
+                code = int(ended.code or 0)
+            finally:
+                signal.signal(signal.SIGTERM, stopping)
+            said = capfd.readouterr()
+        return subprocess.CompletedProcess(arguments, code, said.out, said.err)
+
+    return run
 
 
 @pytest.fixture

@@ -1,16 +1,15 @@
 """Listings as people use them: a seller over HTTP, a support desk by the command line."""
 
 import json
-import signal
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from keyfold.cli.run import run as run_command
 from keyfold.core.store import Store
 from keyfold.listings.model import offer_id_shown
 from tests.acceptance.served import Served, token_for
@@ -21,23 +20,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def keyfold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    stopping = signal.getsignal(signal.SIGTERM)
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        with monkeypatch.context() as patch:
-            patch.chdir(tmp_path)
-            capfd.readouterr()
-            try:
-                code = run_command(["listings", *arguments])
-            except SystemExit as ended:
-                code = int(ended.code or 0)
-            finally:
-                signal.signal(signal.SIGTERM, stopping)
-            said = capfd.readouterr()
-        return subprocess.CompletedProcess(arguments, code, said.out, said.err)
-
-    return run
+def keyfold(in_process: Run) -> Run:
+    return partial(in_process, "listings")
 
 
 def told(done: "subprocess.CompletedProcess[str]", code: int = 0) -> Any:

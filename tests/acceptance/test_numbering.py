@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from keyfold.cli.run import run as run_command
 from tests.acceptance.served import KEYFOLD, Start, token_for
 from tests.numbering import columns, key, write_offers
 
@@ -25,24 +23,11 @@ ONE_SHARD = {
 
 
 @pytest.fixture
-def keyfold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """The command line within this process, which has imported its engine already."""
-    stopping = signal.getsignal(signal.SIGTERM)
+def keyfold(in_process: Run) -> Run:
+    """`keyfold number` with two clusters and one shard."""
 
     def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        with monkeypatch.context() as patch:
-            patch.chdir(tmp_path)
-            for name, value in {**CLUSTERS, **ONE_SHARD, **environ}.items():
-                patch.setenv(name, value)
-            capfd.readouterr()
-            try:
-                code = run_command(["number", *arguments])
-            except SystemExit as ended:
-                code = int(ended.code or 0)
-            finally:
-                signal.signal(signal.SIGTERM, stopping)
-            said = capfd.readouterr()
-        return subprocess.CompletedProcess(arguments, code, said.out, said.err)
+        return in_process("number", *arguments, **{**CLUSTERS, **ONE_SHARD, **environ})
 
     return run
 
