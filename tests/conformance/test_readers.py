@@ -110,6 +110,27 @@ def test_connections_kept_for_reads_leave_room_for_writers(store_url: str) -> No
 class TestPostgres:
     """What only a server can do to a connection."""
 
+    def test_the_first_transactions_of_a_store_need_one_connection_each(self, postgres_url: str) -> None:
+        """As many as there are connections begin at once, as the loops and lanes of a server do when it starts."""
+        migrated = Store.open(postgres_url)
+        migrate.upgrade(migrated)
+        migrated.close()
+        store = Store.open(postgres_url, limits=Limits(lock_seconds_max=2), connections_max=4)
+        together = threading.Barrier(4)
+
+        def write(key: str) -> None:
+            def work(tx: Transaction) -> None:
+                together.wait(5)
+                shapes.load(tx, TALLIES, {"key": [key]}, ("value",))
+                shapes.increment(tx, TALLIES, {"key": [key], "value": [1], "version": [1], "event_version": [0]})
+
+            store.transact(work)
+
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(write, "abcd"))
+        assert values(store, list("abcd")) == dict.fromkeys("abcd", 1)
+        store.close()
+
     def test_a_connection_is_used_again(self, postgres_url: str) -> None:
         store = Store.open(postgres_url)
         assert len({store.read(backend) for _ in range(10)}) == 1

@@ -91,7 +91,7 @@ PARAMETERS_MAX = 65_000
 def slices(tx: Transaction, columns: Columns) -> Iterator[Columns]:
     """The batch in pieces that fit into one statement, in order; one piece unless it is rendered as VALUES."""
     count = len(next(iter(columns.values())))
-    size = count if tx.is_sqlite or tx.engine.unnest else PARAMETERS_MAX // len(columns)
+    size = count if tx.is_sqlite or tx.unnest else PARAMETERS_MAX // len(columns)
     if count <= size:
         yield columns
         return
@@ -109,7 +109,7 @@ def source(tx: Transaction, table: sa.Table, columns: Columns, rows_max: int = 0
     if tx.is_sqlite:
         return _json_source(table, names), (_as_json(table, names, values),)
     count = len(values[0])
-    if tx.engine.unnest and count > rows_max:
+    if tx.unnest and count > rows_max:
         return _array_source(table, names), tuple(
             _array_text(table.c[name].type, column) for name, column in zip(names, values, strict=True)
         )
@@ -164,7 +164,7 @@ def relation(tx: Transaction, table: sa.Table, columns: Columns, name: str = "ba
             for index, (column, kind) in enumerate(typed.items())
         ]
         return sa.select(*picked).subquery(name)
-    if tx.engine.unnest:
+    if tx.unnest:
         arrays = [
             sa.cast(sa.bindparam(f"{name}_{column}", list(values)), postgresql.ARRAY(_plain(kind)))
             for (column, kind), values in zip(typed.items(), stored(table, columns), strict=True)

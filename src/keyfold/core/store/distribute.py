@@ -76,7 +76,7 @@ _PLACED = """
 
 def is_cluster(store: Store) -> bool:
     """Whether the store is a PostgreSQL database with the Citus extension."""
-    return not store.is_sqlite and not store.engine.unnest
+    return not store.is_sqlite and not store.read(lambda tx: tx.unnest)
 
 
 def in_order(named: Sequence[sa.Table] = ()) -> Sequence[sa.Table]:

@@ -87,13 +87,15 @@ class PostgresEngine:
 
         return LoopReader(connect)
 
-    @property
-    def unnest(self) -> bool:
-        """Arrays render a batch best, except on Citus, where rows of VALUES route and unnest does not."""
+    def unnest(self, connection: sa.Connection) -> bool:
+        """Arrays render a batch best, except on Citus, where rows of VALUES route and unnest does not.
+
+        Asked on the connection that the caller has: if all who begin at once took a second one, the pool would be
+        empty and each would wait for the others.
+        """
         if self._citus is None:
-            with self.readers.taken() as reader:
-                sql = "SELECT count(*) FROM pg_extension WHERE extname = 'citus'"
-                self._citus = bool(reader.connection.exec_driver_sql(sql).scalar())
+            sql = "SELECT count(*) FROM pg_extension WHERE extname = 'citus'"
+            self._citus = bool(connection.exec_driver_sql(sql).scalar())
         return not self._citus
 
     @contextlib.contextmanager

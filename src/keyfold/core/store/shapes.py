@@ -223,7 +223,7 @@ def _load_sql(table: sa.Table, keys: tuple[str, ...], wanted: tuple[str, ...], i
 def _alike(tx: Transaction, keys: Columns) -> str:
     """The one column in which the keys differ, if there is just one and a list of its values is what is read best."""
     count = len(next(iter(keys.values())))
-    if not (tx.is_sqlite or (count > LOAD_ROWS and tx.engine.unnest)):
+    if not (tx.is_sqlite or (count > LOAD_ROWS and tx.unnest)):
         return ""
     names = [name for name, values in keys.items() if values and values.count(values[0]) < count]
     return names[0] if len(names) == 1 else ""

@@ -62,7 +62,6 @@ class SqliteEngine:
     """Opens connections to one file and says what its errors mean."""
 
     name = "sqlite"
-    unnest = False
 
     def __init__(self, url: sa.URL, limits: Limits, connections_max: int) -> None:
         if not url.database or url.database == ":memory:":
@@ -108,6 +107,9 @@ class SqliteEngine:
         raw = connection.connection.dbapi_connection
         if raw is not None and getattr(raw, "in_transaction", False):
             connection.exec_driver_sql("ROLLBACK")
+
+    def unnest(self, connection: sa.Connection) -> bool:
+        return False
 
     def now_us(self, connection: sa.Connection) -> int:
         return time.time_ns() // 1_000

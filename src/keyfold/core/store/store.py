@@ -39,8 +39,7 @@ class Engine(Protocol):
     readers: Readers
     loop_reader: "LoopReader | None"  # where the event loop need not hand a small read to a thread
 
-    @property
-    def unnest(self) -> bool: ...
+    def unnest(self, connection: sa.Connection) -> bool: ...
     def write(self) -> Any: ...
     def snapshot(self) -> Any: ...
     def commit(self, connection: sa.Connection) -> None: ...
@@ -77,6 +76,11 @@ class Transaction:
     @property
     def is_sqlite(self) -> bool:
         return self.engine.name == "sqlite"
+
+    @property
+    def unnest(self) -> bool:
+        """Whether a batch goes to the server as arrays."""
+        return self.engine.unnest(self.connection)
 
     def execute(self, statement: sa.Executable, parameters: Any = None) -> sa.CursorResult[Any]:
         try:
