@@ -20,7 +20,7 @@ from bench.machine import Machine, look
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 README = HERE / "README.md"
-NOT_BENCHMARKS = {"__main__", "growth", "harness", "machine", "redis_server", "serving", "stores"}
+NOT_BENCHMARKS = {"__main__", "growth", "harness", "listings", "machine", "redis_server", "serving", "stores"}
 HEADING = "# Results of the last run"
 ROUNDS = 5
 ROUNDS_MIN = 3

@@ -22,7 +22,9 @@ T = TypeVar("T")
 VERSION = "version"
 STEP_ROWS = 50
 MEANWHILE_ROWS_MIN = 500  # below it the further round trip costs more than the work saves
-COPY_ROWS_MIN = 50  # below it the further round trip of a COPY costs more than it saves
+# Below both, the further round trip of a COPY costs more than it saves. Bytes count: in an array they go as digits.
+COPY_ROWS_MIN = 50
+COPY_BYTES_MIN = 16_000
 # Of a load: so few keys are VALUES, whose plan PostgreSQL keeps (60 µs for four keys); with arrays, whose lengths it
 # looks at, it plans each time anew (120 µs).
 LOAD_ROWS = 8
@@ -153,13 +155,18 @@ def insert(tx: Transaction, table: sa.Table, columns: Columns) -> None:
         values = list(zip(*batch.stored(table, rows), strict=True))
         tx.driver(f"{_into(table, tuple(rows))} VALUES ({', '.join('?' * len(rows))})", values)
         return
-    if len(rows[key[0]]) >= COPY_ROWS_MIN:
+    if len(rows[key[0]]) >= COPY_ROWS_MIN or _bytes(table, rows) >= COPY_BYTES_MIN:
         names = tuple(rows)
         kinds = [batch.postgres_type(table, name) for name in names]
         tx.copy(f"COPY {table.name} ({', '.join(names)}) FROM STDIN (FORMAT BINARY)", kinds, batch.stored(table, rows))
         return
     rendered, parameters = batch.source(tx, table, rows)
     tx.driver(f"{_into(table, tuple(rows))} {rendered}", parameters)
+
+
+def _bytes(table: sa.Table, rows: Columns) -> int:
+    binary = (values for name, values in rows.items() if isinstance(table.c[name].type, sa.LargeBinary))
+    return sum(len(value) for values in binary for value in values if value is not None)
 
 
 def load(tx: Transaction, table: sa.Table, keys: Columns, wanted: Sequence[str]) -> dict[Row, Row]:

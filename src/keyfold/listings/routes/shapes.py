@@ -1,7 +1,7 @@
 """What several endpoints of listings take and answer."""
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
@@ -11,7 +11,7 @@ from keyfold.core.gather import Ask, Outcome, Versioned
 from keyfold.listings.model import Offer, Shown, shown
 from keyfold.listings.service.keeping import OfferId
 from keyfold.listings.service.offers import MaySee
-from keyfold.listings.service.saving import Saved
+from keyfold.listings.service.saving import Saved, told
 
 SELLER = "seller"  # the kind of grants
 
@@ -46,5 +46,4 @@ def shown_outcome(saved: Saved | KeyfoldError) -> Outcome:
     """An offer that was saved, with the version that its next edit must name."""
     if isinstance(saved, KeyfoldError):
         return saved
-    fields: dict[str, Any] = msgspec.structs.asdict(saved.offer)
-    return Versioned(OfferShown(**fields, shown=shown(saved.offer), version=saved.version), saved.version)
+    return Versioned(msgspec.Raw(told(saved.body, saved.version, shown(saved.offer))), saved.version)

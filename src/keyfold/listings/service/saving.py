@@ -52,10 +52,11 @@ _decode_offer = msgspec.json.Decoder(Offer).decode
 
 
 class Saved(Struct, frozen=True):
-    """An offer as it is stored."""
+    """An offer as it is stored; `body` is what stands in the store."""
 
     offer: Offer
     version: int
+    body: bytes
 
     @property
     def key(self) -> tuple[str, str]:
@@ -97,7 +98,7 @@ def sellers_of(tx: Transaction, offer_ids: Sequence[str]) -> dict[str, str]:
 def load_offers(tx: Transaction, keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Saved]:
     """The offers that there are, by seller and id."""
     rows = load_kind(tx, keys, OFFER_KIND)
-    return {key: Saved(_decode_offer(body), version) for key, (version, body) in rows.items()}
+    return {key: Saved(_decode_offer(body), version, body.encode()) for key, (version, body) in rows.items()}
 
 
 def load_by_id(tx: Transaction, offer_ids: Sequence[str]) -> dict[str, Saved]:
@@ -148,7 +149,7 @@ def save(tx: Transaction, listings: Listings, changes: Sequence[Change]) -> list
         after = stamped(before.offer if before else None, change.after, tx.now_us)
         if before is None:
             after = msgspec.structs.replace(after, offer_id=listings.new_offer_id())
-        saved.append(Saved(after, before.version + 1 if before else 1))
+        saved.append(Saved(after, before.version + 1 if before else 1, _encode(after)))
         real.append((before, saved[-1]))
     if real:
         _store(tx, listings, real)
@@ -156,9 +157,8 @@ def save(tx: Transaction, listings: Listings, changes: Sequence[Change]) -> list
 
 
 def _store(tx: Transaction, listings: Listings, changes: Sequence[tuple[Saved | None, Saved]]) -> None:
-    bodies = [_encode(after.offer) for _, after in changes]
     photos = _Photos(tx, changes)
-    _store_rows(tx, listings, changes, bodies, photos)
+    _store_rows(tx, listings, changes, photos)
     made = [after.offer for before, after in changes if before is None]
     _store_new(tx, made)
     _store_presets(tx, presets.in_force(tx), changes)
@@ -170,10 +170,10 @@ def _store(tx: Transaction, listings: Listings, changes: Sequence[tuple[Saved | 
             version=after.version,
             event_time_us=after.offer.updated_at_us,
             schema=OFFER_SCHEMA,
-            payload=told(body, after.version, shown(after.offer)),
+            payload=told(after.body, after.version, shown(after.offer)),
             route=after.offer.seller_id,
         )
-        for (_, after), body in zip(changes, bodies, strict=True)
+        for _, after in changes
     ]
     outbox.put(tx, listings.topics, listings.settings.topic, [*messages, *photos.messages(tx)])
     outbox.put(tx, listings.topics, listings.settings.photo_requests_topic, photos.requests(tx))
@@ -189,7 +189,6 @@ def _store_rows(
     tx: Transaction,
     listings: Listings,
     changes: Sequence[tuple[Saved | None, Saved]],
-    bodies: Sequence[bytes],
     photos: "_Photos",
 ) -> None:
     offers = [after.offer for _, after in changes]
@@ -202,7 +201,7 @@ def _store_rows(
         "shown": [shown(offer) for offer in offers] + [None] * width,
         "shard_id": [shard_of(offer.seller_id) for offer in offers] + [None] * width,
         "due_at_us": [due_at_us(offer, listings.ages) for offer in offers] + [None] * width,
-        "body": [body.decode() for body in bodies] + [each.body.decode() for each in photos.changed],
+        "body": [after.body.decode() for _, after in changes] + [each.body.decode() for each in photos.changed],
     }
     compare_and_set(tx, OFFER, columns)
 
