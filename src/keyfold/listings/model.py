@@ -98,7 +98,14 @@ def moved(offer: Offer, status: Status, actor: Actor, reason: str = "") -> Offer
 
 def is_meaningful(before: Offer | None, after: Offer) -> bool:
     """Whether a save is a change that anybody must hear of."""
-    return before != after
+    return before is None or before != after or not is_alike(before.content, after.content)
+
+
+def is_alike(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether two contents are the same JSON, whatever the order of their names: to Python, true equals 1."""
+    return before == after and (
+        before is after or msgspec.json.encode(before, order="sorted") == msgspec.json.encode(after, order="sorted")
+    )
 
 
 def stamped(before: Offer | None, after: Offer, now_us: int) -> Offer:

@@ -1,0 +1,133 @@
+"""What a review of listings found: each test failed before it was mended."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from keyfold.core.clock import ManualClock
+from keyfold.core.errors import NotFound
+from keyfold.core.store import Transaction
+from keyfold.listings.model import SHARDS, Preset, shard_of
+from keyfold.listings.service import drafting, presets, walking
+from keyfold.listings.service.drafting import DraftShown, Filled, Opening
+from tests.listings import CAR, DAY_US, Product, opened
+
+pytestmark = pytest.mark.timeout(120)
+START_US = 1_800_000_000_000_000
+
+
+@pytest.fixture
+def product(store_url: str) -> Iterator[Product]:
+    with opened(store_url, clock=ManualClock(START_US), limits__transaction_seconds_max=10) as each:
+        yield each
+
+
+@pytest.fixture
+def served(postgres_url: str) -> Iterator[Product]:
+    """On a server, where others commit between the statements of a transaction."""
+    with opened(postgres_url, clock=ManualClock(START_US), limits__transaction_seconds_max=10) as each:
+        yield each
+
+
+def anyone(_: str) -> bool:
+    return True
+
+
+def unguarded(_: Transaction) -> None:
+    return None
+
+
+def seller_in_shard(shard_id: int) -> str:
+    return next(f"z{number}" for number in range(1_000) if shard_of(f"z{number}") == shard_id)
+
+
+def changed_presets(product: Product, **more: Preset) -> None:
+    """Put another preset in force, and wait until it may be built."""
+    settings = product.listings.settings
+    wanted = type(settings)(presets={**settings.presets, **more})
+    product.store.transact(lambda tx: presets.adopt(tx, wanted))
+    assert product.clock is not None
+    product.clock.advance(60)
+
+
+def build_all(product: Product) -> None:
+    while any(walking.build(product.store, product.listings, shard, unguarded) for shard in range(SHARDS)):
+        pass
+
+
+def states(product: Product) -> set[str]:
+    return {row.state for row in product.store.read(presets.stored)}
+
+
+# Drafts --------------------------------------------------------------------------------------------------------------
+
+
+def filled(**content: Any) -> Filled:
+    return Filled(category="cars", content={**CAR, **content})
+
+
+def fill(product: Product, draft: DraftShown, what: Filled) -> DraftShown:
+    return product.do(drafting.fill, draft.owner_id, draft.draft_id, draft.version, what)
+
+
+def test_what_is_filled_in_while_its_owner_logs_in_is_not_lost(
+    served: Product, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = served.do(drafting.open_drafts, Opening(anonymous_id="visitor", category="cars"))
+    load, filled_in = drafting._load, []
+
+    def loaded_then_filled(tx: Transaction, keys: Any) -> Any:
+        found = load(tx, keys)
+        if found and not filled_in:
+            filled_in.append(True)
+            fill(served, draft, filled(title="written on the other device"))
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(drafting, "_load", loaded_then_filled)
+        taken = served.do(drafting.open_drafts, Opening(anonymous_id="visitor", seller_id="7", category="cars"))
+    assert taken.owner_id == "7"
+    assert taken.filled.content.get("title") == "written on the other device"
+
+
+def test_a_draft_that_is_touched_while_old_ones_are_forgotten_stays(
+    served: Product, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = served.do(drafting.open_drafts, Opening(seller_id="7", category="cars"))
+    served.pass_days(served.listings.settings.draft_days + 1)
+    now_us = START_US + (served.listings.settings.draft_days + 1) * DAY_US
+    touched: list[bool] = []
+
+    class Touching:
+        """The first read of old drafts is followed by somebody who goes on with one."""
+
+        def __init__(self, tx: Transaction) -> None:
+            self._tx = tx
+            self.now_us = now_us
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._tx, name)
+
+        def execute(self, statement: Any, parameters: Any = None) -> Any:
+            found = self._tx.execute(statement, parameters)
+            if not touched:
+                touched.append(True)
+                rows = found.all()
+                fill(served, draft, filled(title="not forgotten"))
+                return rows
+            return found
+
+    served.store.transact(lambda tx: drafting.forget(Touching(tx), served.listings, 100))  # type: ignore[arg-type]
+    again = served.do(drafting.open_drafts, Opening(seller_id="7"))
+    assert (again.draft_id, again.filled.content["title"]) == (draft.draft_id, "not forgotten")
+
+
+def test_the_version_of_a_draft_grows_also_when_it_changes_hands(product: Product) -> None:
+    draft = product.do(drafting.open_drafts, Opening(anonymous_id="visitor", category="cars"))
+    draft = fill(product, draft, filled(title="one"))
+    taken = product.do(drafting.open_drafts, Opening(anonymous_id="visitor", seller_id="7"))
+    assert taken.version > draft.version
+    assert fill(product, taken, filled(title="two")).version == taken.version + 1
+    with pytest.raises(NotFound):
+        product.store.read(lambda tx: drafting.read_draft(tx, "visitor", draft.draft_id))
