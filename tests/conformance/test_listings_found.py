@@ -6,12 +6,15 @@ from typing import Any
 import pytest
 
 from keyfold.core.clock import ManualClock
-from keyfold.core.errors import NotFound
+from keyfold.core.errors import NotFound, TooLarge
 from keyfold.core.store import Transaction
 from keyfold.listings.model import SHARDS, Preset, shard_of
-from keyfold.listings.service import drafting, presets, walking
+from keyfold.listings.service import drafting, keeping, offers, presets, saving, walking
 from keyfold.listings.service.drafting import DraftShown, Filled, Opening
-from tests.listings import CAR, DAY_US, Product, opened
+from keyfold.listings.service.keeping import Opinion
+from keyfold.listings.service.offers import Edit
+from keyfold.listings.service.saving import Saved
+from tests.listings import CAR, DAY_US, Product, car, opened
 
 pytestmark = pytest.mark.timeout(120)
 START_US = 1_800_000_000_000_000
@@ -131,3 +134,60 @@ def test_the_version_of_a_draft_grows_also_when_it_changes_hands(product: Produc
     assert fill(product, taken, filled(title="two")).version == taken.version + 1
     with pytest.raises(NotFound):
         product.store.read(lambda tx: drafting.read_draft(tx, "visitor", draft.draft_id))
+
+
+# Offers --------------------------------------------------------------------------------------------------------------
+
+
+def edit(product: Product, saved: Saved, what: Filled) -> Any:
+    one = Edit(offer_id=saved.offer.offer_id, version=saved.version, filled=what, may_see=anyone)
+    return product.do(offers.edit, [one])[0]
+
+
+def test_true_is_not_one(product: Product) -> None:
+    """To Python they are equal; to whoever reads the offer they are not."""
+    draft = product.do(drafting.open_drafts, Opening(seller_id="7", category="cars"))
+    draft = fill(product, draft, Filled(category="cars", content={"flag": 1}))
+    draft = fill(product, draft, Filled(category="cars", content={"flag": True}))
+    assert draft.filled.content == {"flag": True}
+    assert draft.filled.content["flag"] is True
+    (saved,) = product.make(car(content={"flag": 0}))
+    changed = product.change(saved.offer.offer_id, content={"flag": False})
+    assert changed.version == 2
+    assert product.change(saved.offer.offer_id, content={"flag": False}).version == 2
+
+
+def test_what_is_too_large_is_not_looked_at_further(product: Product) -> None:
+    (saved,) = product.make(car())
+    refused = edit(product, saved, Filled(category="cars", content={**CAR, "equipment": [1] * 500_000}))
+    assert isinstance(refused, TooLarge)
+
+
+def test_an_offer_is_answered_once_however_often_it_is_asked_for(product: Product) -> None:
+    first, second = product.make(car("7"), car("8"))
+    ids = [second.offer.offer_id, *[first.offer.offer_id] * 1_000]
+    answers = product.store.read(lambda tx: offers.read_each(tx, [(ids, anyone), (ids, lambda seller: seller == "7")]))
+    assert [[told.offer_id for told in each] for each in answers] == [
+        [second.offer.offer_id, first.offer.offer_id],
+        [first.offer.offer_id],
+    ]
+
+
+def test_an_opinion_that_changes_no_ban_reads_no_offer(product: Product, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come by the ten thousand at once, and an offer has up to 100 KB."""
+    (saved,) = product.make(car())
+    read: list[int] = []
+    load_offers = saving.load_offers
+
+    def counted(tx: Transaction, keys: Any) -> Any:
+        read.append(len(keys))
+        return load_offers(tx, keys)
+
+    monkeypatch.setattr(saving, "load_offers", counted)
+    banned = []
+    for version, is_banned in enumerate([False, False, True, True, False, True], 1):
+        opinion = Opinion(offer_id=saved.offer.offer_id, version=version, is_banned=is_banned)
+        product.do(keeping.judge, [opinion])
+        banned.append(product.counters("7").get("Banned", 0))
+    assert read == [0, 0, 1, 0, 1, 1]
+    assert banned == [0, 0, 1, 1, 0, 1]

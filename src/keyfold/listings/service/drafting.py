@@ -86,7 +86,7 @@ def open_drafts(tx: Transaction, listings: Listings, opening: Opening) -> DraftS
     was = next(each for each in current.values() if each.draft_id == opened.draft.draft_id)
     filled = Filled(category=opened.draft.category) if opened.act == "reset" else was.filled
     if was.owner_id == opened.owner_id:
-        return was if filled == was.filled else _write(tx, was, filled)
+        return was if _is_same(filled, was.filled) else _write(tx, was, filled)
     _delete(tx, was.owner_id, was.draft_id)
     # The version goes on: to whoever saw the draft under its former owner it has changed.
     moved = msgspec.structs.replace(was, owner_id=opened.owner_id, filled=filled, version=was.version + 1)
@@ -109,7 +109,11 @@ def fill(tx: Transaction, listings: Listings, owner_id: str, draft_id: str, vers
     size = len(msgspec.json.encode(filled))
     if size > listings.settings.offer_bytes_max + 1_000:
         raise TooLarge(f"the draft has {size} bytes", place="content")
-    return was if filled == was.filled else _write(tx, was, filled)
+    return was if _is_same(filled, was.filled) else _write(tx, was, filled)
+
+
+def _is_same(filled: Filled, before: Filled) -> bool:
+    return filled == before and is_alike(filled.content, before.content)
 
 
 def publish(tx: Transaction, listings: Listings, asked: Sequence[Publishing]) -> list[Saved | KeyfoldError]:
@@ -140,9 +144,6 @@ def publish(tx: Transaction, listings: Listings, asked: Sequence[Publishing]) ->
 def offer_of(listings: Listings, seller_id: str, filled: Filled) -> Offer:
     """An offer as it was filled in, checked: the schema of its category, the photos, the size."""
     category = listings.categories.newest(filled.category)
-    category.must_hold(filled.content)
-    for url in filled.photos:
-        must_be_photo_url(url)
     number = business_of(seller_id)
     offer = Offer(
         seller_id=seller_id,
@@ -155,7 +156,10 @@ def offer_of(listings: Listings, seller_id: str, filled: Filled) -> Offer:
         shop_id=number,
         warehouse_id=filled.warehouse_id,
     )
-    saving.must_fit(listings, offer)
+    saving.must_fit(listings, offer)  # first: to say what is wrong with megabytes takes long
+    category.must_hold(filled.content)
+    for url in filled.photos:
+        must_be_photo_url(url)
     return offer
 
 

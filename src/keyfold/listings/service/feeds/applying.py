@@ -14,7 +14,17 @@ from keyfold.core.errors import BadInput
 from keyfold.core.store import Store, Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import increment, load, update
-from keyfold.listings.model import Decided, FeedPlan, FeedRow, Item, Offer, decide_item, removed_by_feed, why_held
+from keyfold.listings.model import (
+    Decided,
+    FeedPlan,
+    FeedRow,
+    Item,
+    Offer,
+    decide_item,
+    is_meaningful,
+    removed_by_feed,
+    why_held,
+)
 from keyfold.listings.service import saving
 from keyfold.listings.service.feeds import planning, reporting, tasks
 from keyfold.listings.service.feeds.items import REASON_MAX
@@ -194,8 +204,9 @@ def _counted(done: Done, there: Sequence[Saved | None], decided: Sequence[Decide
     names = {"create": "created", "return": "returned", "keep": "kept", "sold": "sold", "ignore": "ignored"}
     for before, each in zip(there, decided, strict=True):
         if each.act == "update":
-            is_same = before is not None and before.offer == each.offer
-            counts["unchanged" if is_same else "updated"] += 1
+            assert each.offer is not None
+            is_changed = before is None or is_meaningful(before.offer, each.offer)
+            counts["updated" if is_changed else "unchanged"] += 1
         else:
             counts[names[each.act]] += 1
     return Done(**counts)
