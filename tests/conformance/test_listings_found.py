@@ -3,14 +3,16 @@
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from keyfold.core.clock import ManualClock
 from keyfold.core.errors import NotFound, TooLarge
 from keyfold.core.store import Transaction
-from keyfold.listings.model import SHARDS, Preset, shard_of
+from keyfold.listings.model import SHARDS, Preset, business_of, shard_of
 from keyfold.listings.service import drafting, keeping, offers, presets, saving, walking
 from keyfold.listings.service.drafting import DraftShown, Filled, Opening
+from keyfold.listings.service.feeds.items import Read, read_line
 from keyfold.listings.service.keeping import Opinion
 from keyfold.listings.service.offers import Edit
 from keyfold.listings.service.saving import Saved
@@ -191,3 +193,21 @@ def test_an_opinion_that_changes_no_ban_reads_no_offer(product: Product, monkeyp
         banned.append(product.counters("7").get("Banned", 0))
     assert read == [0, 0, 1, 0, 1, 1]
     assert banned == [0, 0, 1, 1, 0, 1]
+
+
+# Small things --------------------------------------------------------------------------------------------------------
+
+
+def test_two_sellers_are_never_one_number() -> None:
+    assert business_of("7") == 7
+    assert business_of("007") not in (7, business_of("07"))
+    assert business_of("0") == 0
+
+
+def test_a_backslash_before_what_looks_like_half_a_character_is_no_half_character(product: Product) -> None:
+    def read(description: bytes) -> Read:
+        given = b'{"external_id":"A","category":"cars","content":%b,"description":"%b"}}'
+        return read_line(product.listings, "7", given % (msgspec.json.encode(CAR)[:-1], description))
+
+    assert not read(rb"C:\\ud83d").reason
+    assert "half of a surrogate pair" in read(rb"\ud83d").reason

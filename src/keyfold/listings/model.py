@@ -151,8 +151,8 @@ def shard_of(seller_id: str) -> int:
 
 
 def business_of(seller_id: str) -> int:
-    """A seller as a number, for whoever needs one: their own digits, or 63 bits of a hash."""
-    if seller_id.isascii() and seller_id.isdigit() and len(seller_id) <= 18:
+    """A seller as a number, for whoever needs one: their own digits, or 63 bits of a hash. `007` is not `7`."""
+    if seller_id.isascii() and seller_id.isdigit() and len(seller_id) <= 18 and str(int(seller_id)) == seller_id:
         return int(seller_id)
     return int.from_bytes(hashlib.sha256(seller_id.encode()).digest()[:8]) >> 1
 
