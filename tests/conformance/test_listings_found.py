@@ -1,6 +1,8 @@
 """What a review of listings found: each test failed before it was mended."""
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -9,6 +11,7 @@ import pytest
 from keyfold.core.clock import ManualClock
 from keyfold.core.errors import NotFound, TooLarge
 from keyfold.core.store import Transaction
+from keyfold.core.store.shapes import insert
 from keyfold.listings.model import SHARDS, Preset, business_of, shard_of
 from keyfold.listings.service import drafting, keeping, offers, presets, saving, walking
 from keyfold.listings.service.drafting import DraftShown, Filled, Opening
@@ -16,6 +19,7 @@ from keyfold.listings.service.feeds.items import Read, read_line
 from keyfold.listings.service.keeping import Opinion
 from keyfold.listings.service.offers import Edit
 from keyfold.listings.service.saving import Saved
+from keyfold.listings.tables import SELLERS
 from tests.listings import CAR, DAY_US, Product, car, opened
 
 pytestmark = pytest.mark.timeout(120)
@@ -63,6 +67,70 @@ def build_all(product: Product) -> None:
 
 def states(product: Product) -> set[str]:
     return {row.state for row in product.store.read(presets.stored)}
+
+
+# Presets -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_preset_is_ready_also_when_its_last_two_shards_end_at_once(served: Product) -> None:
+    served.make(car(seller_in_shard(0)))
+    changed_presets(served, photos=Preset(number=9, has_photos=True))
+    (row,) = [each for each in served.store.read(presets.stored) if each.state == presets.BUILDING]
+
+    def step(shard: int) -> Callable[[Transaction], bool]:
+        return lambda tx: walking._build(tx, row, shard, unguarded)
+
+    for shard in range(SHARDS - 2):
+        while served.store.transact(step(shard)):
+            pass
+
+    def last_two(tx: Transaction) -> None:
+        step(SHARDS - 2)(tx)
+        served.store.transact(step(SHARDS - 1))  # neither sees the other
+
+    served.store.transact(last_two)
+    build_all(served)
+    assert states(served) == {presets.READY}
+
+
+def test_a_walk_passes_sellers_without_an_offer_in_bounded_steps(
+    product: Product, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(walking, "SELLERS_MAX", 2)
+    idle = [f"s{number:05}" for number in range(9)]
+    rows = {"seller_id": idle, "shard_id": [0] * len(idle), "repairs": [0] * len(idle)}
+    product.store.transact(lambda tx: insert(tx, SELLERS, rows))
+    step = product.store.read(lambda tx: walking._next_offers(tx, 0, walking.Place()))
+    assert step == ([], walking.Place(idle[1], walking.ALL_OFFERS))
+    last = seller_in_shard(0)
+    product.make(car(last, photos=("https://photos.example.com/1.jpg",)))
+    changed_presets(product, photos=Preset(number=9, has_photos=True))
+    build_all(product)
+    assert states(product) == {presets.READY}
+    assert product.listed(last)[9] == product.counts(last)[9] == 1
+
+
+def test_two_processes_that_start_at_once_put_the_same_presets_in_force(served: Product) -> None:
+    served.store.transact(lambda tx: tx.driver("DELETE FROM offer_presets"))
+    failed: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            served.store.transact(lambda tx: presets.adopt(tx, served.listings.settings))
+        except BaseException as error:
+            failed.append(error)
+
+    second = threading.Thread(target=start)
+
+    def first(tx: Transaction) -> None:
+        presets.adopt(tx, served.listings.settings)
+        second.start()
+        time.sleep(0.5)
+
+    served.store.transact(first)
+    second.join()
+    assert not failed
+    assert len(served.store.read(presets.stored)) == len(served.listings.settings.presets)
 
 
 # Drafts --------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from keyfold.core import audit
+from keyfold.core.errors import LostRace
 from keyfold.core.store import Transaction
-from keyfold.core.store.shapes import delete, insert
+from keyfold.core.store.shapes import delete, insert_new
 from keyfold.listings.model import Offer, Preset, presets_of
 from keyfold.listings.settings import ListingsSettings
 from keyfold.listings.tables import LISTING_WALKS, OFFER_PRESETS
@@ -94,7 +95,7 @@ def adopt(tx: Transaction, settings: ListingsSettings, actor: str = "settings") 
     if not changed:
         return []
     delete(tx, OFFER_PRESETS, {"preset_id": [row.number for row in changed if row.number in known]})
-    insert(
+    stored_now = insert_new(
         tx,
         OFFER_PRESETS,
         {
@@ -105,6 +106,8 @@ def adopt(tx: Transaction, settings: ListingsSettings, actor: str = "settings") 
             "since_us": [row.since_us for row in changed],
         },
     )
+    if len(stored_now) < len(changed):
+        raise LostRace("another process has put presets in force meanwhile")
     for row in changed:
         audit.record(tx, actor, "preset changed", f"{row.number} {row.name}: {row.state}")
     return [row.name for row in changed]

@@ -26,6 +26,7 @@ DUE_MAX = 500
 WALK_MAX = 500
 SELLERS_MAX = 50
 SCRUB = "scrub"
+ALL_OFFERS = "z"  # behind every offer of a seller: letters follow digits in any collation
 
 Guard = Callable[[Transaction], None]
 
@@ -45,12 +46,13 @@ class Place(Struct, frozen=True):
 def age(store: Store, listings: Listings, shard_id: int, guard: Guard) -> bool:
     """Move some offers of a shard that are due; whether there may be more."""
 
-    def work(tx: Transaction) -> int:
+    def work(tx: Transaction) -> bool:
         guard(tx)
         due = sa.select(OFFER.c.seller_id, OFFER.c.offer_id).where(
             OFFER.c.shard_id == shard_id, OFFER.c.due_at_us <= tx.now_us
         )
-        keys = [(row.seller_id, row.offer_id) for row in tx.execute(due.order_by(OFFER.c.due_at_us).limit(DUE_MAX))]
+        listed = [(row.seller_id, row.offer_id) for row in tx.execute(due.order_by(OFFER.c.due_at_us).limit(DUE_MAX))]
+        keys = saving.fitting(tx, listed)
         found = saving.load_offers(tx, keys)
         changes = [Change(saved, aged(saved.offer, listings.ages, tx.now_us)) for saved in found.values()]
         moved = [change for change in changes if change.before is not None and change.after != change.before.offer]
@@ -59,9 +61,9 @@ def age(store: Store, listings: Listings, shard_id: int, guard: Guard) -> bool:
         _put_off(tx, listings, [change.before for change in changes if change.before and change not in moved])
         for change in moved:
             metrics.MOVED.labels(change.after.status).inc()
-        return len(keys)
+        return len(keys) < len(listed) or len(listed) == DUE_MAX
 
-    return store.transact(work, name="listings ages") == DUE_MAX
+    return store.transact(work, name="listings ages")
 
 
 def _put_off(tx: Transaction, listings: Listings, offers: Sequence[Saved]) -> None:
@@ -100,8 +102,11 @@ def build(store: Store, listings: Listings, shard_id: int, guard: Guard) -> bool
 
 
 def _may_begin(tx: Transaction, store: Store, row: PresetRow) -> bool:
-    """Whoever has read the presets before this one was there has ended by now."""
-    return tx.now_us > row.since_us + (store.limits.transaction_seconds_max + 1) * SECOND_US
+    """Whoever has read the presets before this one was there has ended by now.
+
+    It may have taken as long to commit after its time was read, and others as long who began just before that.
+    """
+    return tx.now_us > row.since_us + (2 * store.limits.transaction_seconds_max + 1) * SECOND_US
 
 
 def _build(tx: Transaction, row: PresetRow, shard_id: int, guard: Guard) -> bool:
@@ -109,14 +114,17 @@ def _build(tx: Transaction, row: PresetRow, shard_id: int, guard: Guard) -> bool
     if row not in presets.stored(tx):
         return False  # changed once more
     place = _place(tx, row.walk, shard_id)
-    if place.is_done:
-        return False
-    keys = _next_offers(tx, shard_id, place)
-    if keys:
-        _put_into(tx, row, keys)
-        _move(tx, row.walk, shard_id, Place(*keys[-1]))
-        return True
-    _move(tx, row.walk, shard_id, Place(place.seller_id, place.offer_id, is_done=True))
+    if not place.is_done:
+        listed, upto = _next_offers(tx, shard_id, place)
+        keys = saving.fitting(tx, listed)
+        if keys:
+            _put_into(tx, row, keys)
+        if len(keys) < len(listed):
+            upto = Place(*keys[-1])
+        _move(tx, row.walk, shard_id, upto)
+        if not upto.is_done:
+            return True
+    # Asked again by every shard that is done: two that end at once do not see each other.
     done = sa.select(sa.func.count()).where(LISTING_WALKS.c.walk == row.walk, LISTING_WALKS.c.is_done == 1)
     if tx.execute(done).scalar_one() == SHARDS:
         presets.finish(tx, row)
@@ -137,8 +145,8 @@ def _put_into(tx: Transaction, row: PresetRow, keys: Sequence[tuple[str, str]]) 
     )
 
 
-def _next_offers(tx: Transaction, shard_id: int, place: Place) -> list[tuple[str, str]]:
-    """The offers behind a place, by seller and id."""
+def _next_offers(tx: Transaction, shard_id: int, place: Place) -> tuple[list[tuple[str, str]], Place]:
+    """The offers behind a place, by seller and id, and the place behind them."""
     mark = "?" if tx.is_sqlite else "%s"
     rest = WALK_MAX
     found: list[tuple[str, str]] = []
@@ -146,7 +154,7 @@ def _next_offers(tx: Transaction, shard_id: int, place: Place) -> list[tuple[str
         found = _offers_of(tx, place.seller_id, place.offer_id, rest)
         rest -= len(found)
     if not rest:
-        return found
+        return found, Place(*found[-1])
     sellers = tx.rows(
         f"SELECT seller_id FROM sellers WHERE shard_id = {mark} AND seller_id > {mark} ORDER BY seller_id LIMIT {mark}",
         (shard_id, place.seller_id, SELLERS_MAX),
@@ -156,10 +164,10 @@ def _next_offers(tx: Transaction, shard_id: int, place: Place) -> list[tuple[str
         found += listed
         rest -= len(listed)
         if not rest:
-            break
-    if not found and sellers:  # sellers without an offer: the walk goes on behind them
-        return _next_offers(tx, shard_id, Place(sellers[-1][0], "~"))
-    return found
+            return found, Place(*found[-1])
+    if sellers:
+        return found, Place(sellers[-1][0], ALL_OFFERS)
+    return found, Place(place.seller_id, place.offer_id, is_done=True)
 
 
 def _offers_of(tx: Transaction, seller_id: str, after: str, count_max: int) -> list[tuple[str, str]]:

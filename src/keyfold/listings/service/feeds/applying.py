@@ -39,7 +39,6 @@ log = structlog.get_logger(__name__)
 Guard = Callable[[Transaction], None]  # refuses where another scheduler has the shard by now
 
 STEP_ITEMS = 500
-STEP_BYTES = 8 * 1024 * 1024
 STEP_REMOVALS = 1_000
 
 _decode_offer = msgspec.json.Decoder(Offer).decode
@@ -174,7 +173,7 @@ def _next_items(tx: Transaction, task: Task) -> list[tuple[str, int, str]]:
     last, total = sizes[0].external_id, sizes[0].size
     for row in sizes[1:]:
         total += row.size
-        if total > STEP_BYTES:
+        if total > saving.STEP_BYTES_MAX:
             break
         last = row.external_id
     rows = tx.execute(
@@ -229,7 +228,9 @@ def _removed(tx: Transaction, listings: Listings, task: Task) -> Task:
     ).all()
     if not gone:
         return msgspec.structs.replace(task, stage="done")
-    offers = saving.load_offers(tx, [(task.seller_id, row.offer_id) for row in gone])
+    keys = saving.fitting(tx, [(task.seller_id, row.offer_id) for row in gone])
+    gone = gone[: len(keys)]
+    offers = saving.load_offers(tx, keys)
     changes = [Change(saved, removed_by_feed(saved.offer)) for saved in offers.values()]
     saving.save(tx, listings, changes)
     marks: Columns = {
