@@ -1,5 +1,6 @@
 """What a review of listings found: each test failed before it was mended."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +16,13 @@ from keyfold.core.store.shapes import insert
 from keyfold.listings.model import SHARDS, Preset, business_of, shard_of
 from keyfold.listings.service import drafting, keeping, offers, presets, saving, walking
 from keyfold.listings.service.drafting import DraftShown, Filled, Opening
+from keyfold.listings.service.feeds import applying, planning, staging, sweeping, tasks
 from keyfold.listings.service.feeds.items import Read, read_line
 from keyfold.listings.service.keeping import Opinion
 from keyfold.listings.service.offers import Edit
 from keyfold.listings.service.saving import Saved
 from keyfold.listings.tables import SELLERS
+from keyfold.listings.worker import Scheduler
 from tests.listings import CAR, DAY_US, Product, car, opened
 
 pytestmark = pytest.mark.timeout(120)
@@ -261,6 +264,126 @@ def test_an_opinion_that_changes_no_ban_reads_no_offer(product: Product, monkeyp
         banned.append(product.counters("7").get("Banned", 0))
     assert read == [0, 0, 1, 0, 1, 1]
     assert banned == [0, 0, 1, 1, 0, 1]
+
+
+# The scheduler -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scheduler(product: Product) -> Iterator[Scheduler]:
+    made = Scheduler(product.context, product.listings, "test")
+    yield made
+    made.stop()
+
+
+def feed(product: Product, seller_id: str, task_id: int = 1) -> None:
+    line = msgspec.json.encode({"external_id": "A", "category": "cars", "content": CAR})
+    staging.take_lines(product.store, product.listings, seller_id, task_id, 0, [line])
+    product.do(tasks.end_task, seller_id, task_id, 1)
+
+
+def stage(product: Product, seller_id: str, task_id: int = 1) -> str:
+    return product.store.read(lambda tx: tasks.must_find(tx, seller_id, task_id).stage)
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("planted")
+
+
+def test_what_fails_in_a_shard_does_not_stop_its_other_work(
+    product: Product, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed(product, "7")
+    monkeypatch.setattr(walking, "age", fail)
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="planted"):
+            scheduler.step()
+    assert stage(product, "7") == "done"
+
+
+def test_a_feed_that_fails_does_not_stop_the_others_of_its_shard(
+    product: Product, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = seller_in_shard(3)
+    good = next(name for name in (f"y{number}" for number in range(1_000)) if shard_of(name) == 3)
+    plan_of = planning.plan_of
+    monkeypatch.setattr(planning, "plan_of", lambda tx, task: fail() if task.seller_id == bad else plan_of(tx, task))
+    feed(product, bad)
+    assert product.clock is not None
+    product.clock.advance(1)
+    feed(product, good)
+    for _ in range(10):
+        product.clock.advance(1)
+        with contextlib.suppress(RuntimeError):
+            scheduler.step()
+    assert (stage(product, bad), stage(product, good)) == ("ended", "done")
+
+
+def test_the_scheduler_sweeps_in_bounded_steps(
+    product: Product, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept: list[int] = []
+
+    def forget(*_: Any) -> bool:
+        swept.append(1)
+        return len(swept) < 100
+
+    monkeypatch.setattr(sweeping, "forget", forget)
+    assert scheduler.step()
+    assert len(swept) == 1
+    while scheduler.step():
+        pass
+    assert len(swept) == 100
+
+
+def test_a_step_of_the_scheduler_holds_so_many_bytes_of_offers_at_most(
+    product: Product, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[int] = []
+    load_offers = saving.load_offers
+
+    def counted(tx: Transaction, keys: Any) -> Any:
+        loaded.append(len(keys))
+        return load_offers(tx, keys)
+
+    lines = [
+        msgspec.json.encode({"external_id": f"e{at}", "category": "cars", "content": {**CAR, "description": "x" * 900}})
+        for at in range(10)
+    ]
+    staging.take_lines(product.store, product.listings, "7", 1, 0, lines)
+    product.do(tasks.end_task, "7", 1, len(lines))
+
+    def run(task_id: int) -> None:
+        while applying.step(product.store, product.listings, shard_of("7"), unguarded):
+            assert product.clock is not None
+            product.clock.advance(1)
+            if stage(product, "7", task_id) == "held":
+                product.do(tasks.approve, "7", task_id, "test")
+
+    run(1)
+    monkeypatch.setattr(saving, "STEP_BYTES_MAX", 4_000)
+    monkeypatch.setattr(saving, "load_offers", counted)
+    changed_presets(product, photos=Preset(number=9, has_photos=False))
+    build_all(product)
+    assert states(product) == {presets.READY}
+    assert product.listed("7")[9] == product.counts("7")[9] == 10
+    product.pass_days(product.listings.settings.expire_days + 1)
+    while walking.age(product.store, product.listings, shard_of("7"), unguarded):
+        pass
+    assert product.counters("7") == {"Expired": 10}
+    product.do(tasks.end_task, "7", 2, 0)
+    run(2)
+    assert product.counters("7") == {}
+    assert 0 < max(loaded) <= 4
+
+
+def test_how_long_the_oldest_offer_is_due_is_read_from_the_index(product: Product) -> None:
+    product.make(car("7"), car("8"))
+    product.pass_days(product.listings.settings.expire_days + 1)
+    assert product.store.read(walking.overdue_seconds) == 86_400
+    for shard in range(SHARDS):
+        walking.age(product.store, product.listings, shard, unguarded)
+    assert product.store.read(walking.overdue_seconds) == 0
 
 
 # Small things --------------------------------------------------------------------------------------------------------

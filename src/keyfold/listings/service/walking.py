@@ -82,9 +82,14 @@ def _rows_of(offers: Sequence[Saved]) -> dict[str, list[Any]]:
 
 
 def overdue_seconds(tx: Transaction) -> float:
-    """For how long the oldest offer has been due."""
-    oldest = tx.execute(sa.select(sa.func.min(OFFER.c.due_at_us)).where(OFFER.c.due_at_us.is_not(None))).scalar()
-    return max(0.0, (tx.now_us - oldest) / SECOND_US) if oldest is not None else 0.0
+    """For how long the oldest offer has been due.
+
+    Asked shard by shard, of which the index has the oldest at hand; of all at once it would be read whole.
+    """
+    mark = "?" if tx.is_sqlite else "%s"
+    oldest = f"SELECT due_at_us FROM offer WHERE shard_id = {mark} AND due_at_us IS NOT NULL ORDER BY due_at_us LIMIT 1"
+    found = [row[0] for shard_id in range(SHARDS) for row in tx.rows(oldest, (shard_id,))]
+    return max(0.0, (tx.now_us - min(found)) / SECOND_US) if found else 0.0
 
 
 # Presets -------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import msgspec
 import sqlalchemy as sa
 import structlog
 
-from keyfold.core.errors import BadInput
+from keyfold.core.errors import BadInput, LeaseLost
 from keyfold.core.store import Store, Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import increment, load, update
@@ -49,8 +49,7 @@ def step(store: Store, listings: Listings, shard_id: int, guard: Guard) -> bool:
     found = store.read(lambda tx: _longest_waiting(tx, shard_id))
     if found is None:
         return False
-    # Counting may take a while; nothing is locked meanwhile, and the plan of a task that has changed is dropped.
-    plan = store.snapshot(lambda tx: planning.plan_of(tx, found)) if found.stage == "ended" else None
+    plan: FeedPlan | None = None
 
     def work(tx: Transaction) -> None:
         guard(tx)
@@ -65,13 +64,21 @@ def step(store: Store, listings: Listings, shard_id: int, guard: Guard) -> bool:
             task = _removed(tx, listings, task)
         tasks.save(tx, task)
 
+    # One seller's feed must not stand in the way of the others of its shard.
     try:
+        if found.stage == "ended":
+            # This may take a while; nothing is locked meanwhile, and the plan of a task that has changed is dropped.
+            plan = store.snapshot(lambda tx: planning.plan_of(tx, found))
         store.transact(work, name="feed step")
+    except LeaseLost:
+        raise
     except BadInput as error:
-        # One seller's feed must not stand in the way of the others of its shard.
         log.error("a feed could not be applied", seller=found.seller_id, task=found.task_id, exc_info=error)
         why = f"it could not be applied: {error}"[:REASON_MAX]
         store.transact(lambda tx: _set_aside(tx, found, guard, why), name="feed set aside")
+    except Exception:
+        store.transact(lambda tx: _put_behind(tx, found, guard), name="feed put behind")
+        raise
     return True
 
 
@@ -103,6 +110,14 @@ def _set_aside(tx: Transaction, found: Task, guard: Guard, why: str) -> None:
     task = _locked(tx, found)
     if task is not None:
         tasks.save(tx, msgspec.structs.replace(task, stage="held", reason=why.replace("\0", "\\0")))
+
+
+def _put_behind(tx: Transaction, found: Task, guard: Guard) -> None:
+    """What failed for now is tried again when the others had their turn."""
+    guard(tx)
+    task = _locked(tx, found)
+    if task is not None:
+        tasks.save(tx, task)
 
 
 def _planned(listings: Listings, task: Task, plan: FeedPlan) -> Task:
