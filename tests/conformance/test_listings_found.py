@@ -14,7 +14,7 @@ from keyfold.core.errors import NotFound, TooLarge
 from keyfold.core.store import Transaction
 from keyfold.core.store.shapes import insert
 from keyfold.listings.model import SHARDS, Preset, business_of, shard_of
-from keyfold.listings.service import drafting, keeping, offers, presets, saving, walking
+from keyfold.listings.service import drafting, keeping, offers, presets, repairing, saving, walking
 from keyfold.listings.service.drafting import DraftShown, Filled, Opening
 from keyfold.listings.service.feeds import applying, planning, staging, sweeping, tasks
 from keyfold.listings.service.feeds.items import Read, read_line
@@ -334,6 +334,22 @@ def test_the_scheduler_sweeps_in_bounded_steps(
     while scheduler.step():
         pass
     assert len(swept) == 100
+
+
+def test_a_seller_whose_counts_cannot_be_compared_does_not_stop_the_round(
+    product: Product, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On SQLite a thousand sales at the highest price are a sum that it refuses."""
+    bad = seller_in_shard(3)
+    good = next(name for name in (f"zz{number}" for number in range(1_000)) if shard_of(name) == 3)
+    product.make(car(bad), car(good))
+    product.store.transact(lambda tx: tx.driver("DELETE FROM user_total_counters"))
+    drift = repairing.drift
+    monkeypatch.setattr(repairing, "drift", lambda tx, seller: fail() if seller == bad else drift(tx, seller))
+    scrubber = walking.Scrubber(product.store, product.listings)
+    while scrubber.step(3, unguarded):
+        pass
+    assert (product.counters(bad), product.counters(good)) == ({}, {"Active": 1})
 
 
 def test_a_step_of_the_scheduler_holds_so_many_bytes_of_offers_at_most(

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import sqlalchemy as sa
+import structlog
 from msgspec import Struct
 
 from keyfold.core.clock import SECOND_US
+from keyfold.core.errors import Unavailable
 from keyfold.core.store import Store, Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import hold, increment, update
@@ -21,6 +23,8 @@ from keyfold.listings.service.presets import DROPPING, READY, PresetRow
 from keyfold.listings.service.repairing import Drift
 from keyfold.listings.service.saving import OFFER_KIND, Change, Saved
 from keyfold.listings.tables import LISTING_WALKS, OFFER, SELLERS
+
+log = structlog.get_logger(__name__)
 
 DUE_MAX = 500
 WALK_MAX = 500
@@ -207,13 +211,13 @@ class Scrubber:
             self._found[shard_id] = []
         sellers = self._store.read(lambda tx: _sellers(tx, shard_id, place.seller_id))
         for seller_id in sellers:
-            found = self._store.read(lambda tx, seller_id=seller_id: repairing.drift(tx, seller_id))  # type: ignore[misc]
-            if found and self._listings.settings.scrub_repairs:
-                found = self._store.transact(
-                    lambda tx, seller_id=seller_id: repairing.repair(tx, seller_id, "scrubber"),  # type: ignore[misc]
-                    name="listings repair",
-                )
-            self._found.setdefault(shard_id, []).extend(found)
+            try:
+                self._found.setdefault(shard_id, []).extend(self._compared(seller_id))
+            except Unavailable:
+                raise
+            except Exception as error:
+                # The round goes on: all other sellers of the shard are behind this one.
+                log.error("the counts of a seller cannot be compared", seller=seller_id, exc_info=error)
         is_done = len(sellers) < SELLERS_MAX
         after = Place(sellers[-1] if sellers else place.seller_id, is_done=is_done)
         self._store.transact(lambda tx: self._moved(tx, shard_id, guard, after), name="listings scrub")
@@ -221,6 +225,15 @@ class Scrubber:
             every = [abs(each.missing) for found in self._found.values() for each in found if each.what == what]
             metrics.DRIFT.labels(what).set(sum(every))
         return not is_done
+
+    def _compared(self, seller_id: str) -> list[Drift]:
+        found = self._store.read(lambda tx: repairing.drift(tx, seller_id))
+        if not found or not self._listings.settings.scrub_repairs:
+            return found
+        return self._store.transact(
+            lambda tx: repairing.repair(tx, seller_id, "scrubber"),
+            name="listings repair",
+        )
 
     def _moved(self, tx: Transaction, shard_id: int, guard: Guard, place: Place) -> None:
         guard(tx)
