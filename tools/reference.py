@@ -2,8 +2,10 @@
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import msgspec
 
 from keyfold.cli.lazy import Later
 from keyfold.cli.root import root
@@ -55,10 +57,15 @@ def _commands(name: str, command: object) -> Iterator[tuple[str, str]]:
 
 def settings() -> str:
     rows = (
-        (f"`{row.name}`", f"`{row.default}`" if row.default != "" else "", row.description)
+        (f"`{row.name}`", f"`{_default(row.default)}`" if row.default != "" else "", row.description)
         for row in load(parts=settings_of_parts(), environ={}).table
     )
     return table("Settings", ("Setting", "Default", "What it is"), rows)
+
+
+def _default(value: object) -> str:
+    """Whatever holds others as JSON, whose order does not change from run to run, as that of a set does."""
+    return msgspec.json.encode(value, order="sorted").decode() if isinstance(value, Mapping) else str(value)
 
 
 def endpoints() -> str:

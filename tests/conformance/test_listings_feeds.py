@@ -544,7 +544,7 @@ def test_many_items_and_removals_are_done_in_steps_that_are_bounded(
 
 @pytest.mark.spec("LST-12")
 def test_a_step_holds_so_many_bytes_at_most_but_always_an_item(product: Feeds, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(applying, "STEP_BYTES", 900)
+    monkeypatch.setattr(saving, "STEP_BYTES_MAX", 900)
     product.send(1, *[item(name) for name in "abcd"])
     size = max(row[0] for row in product.rows("SELECT length(body) FROM feed_items"))
     assert 900 // size == 2
@@ -553,7 +553,7 @@ def test_a_step_holds_so_many_bytes_at_most_but_always_an_item(product: Feeds, m
     while product.step():
         grown.append(len(product.offers()))
     assert grown == [0, 2, 4, 4, 4]
-    monkeypatch.setattr(applying, "STEP_BYTES", 1)
+    monkeypatch.setattr(saving, "STEP_BYTES_MAX", 1)
     assert product.ids(2, "a", "e").done.created == 1
 
 

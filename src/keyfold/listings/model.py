@@ -98,7 +98,14 @@ def moved(offer: Offer, status: Status, actor: Actor, reason: str = "") -> Offer
 
 def is_meaningful(before: Offer | None, after: Offer) -> bool:
     """Whether a save is a change that anybody must hear of."""
-    return before != after
+    return before is None or before != after or not is_alike(before.content, after.content)
+
+
+def is_alike(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether two contents are the same JSON, whatever the order of their names: to Python, true equals 1."""
+    return before == after and (
+        before is after or msgspec.json.encode(before, order="sorted") == msgspec.json.encode(after, order="sorted")
+    )
 
 
 def stamped(before: Offer | None, after: Offer, now_us: int) -> Offer:
@@ -144,8 +151,8 @@ def shard_of(seller_id: str) -> int:
 
 
 def business_of(seller_id: str) -> int:
-    """A seller as a number, for whoever needs one: their own digits, or 63 bits of a hash."""
-    if seller_id.isascii() and seller_id.isdigit() and len(seller_id) <= 18:
+    """A seller as a number, for whoever needs one: their own digits, or 63 bits of a hash. `007` is not `7`."""
+    if seller_id.isascii() and seller_id.isdigit() and len(seller_id) <= 18 and str(int(seller_id)) == seller_id:
         return int(seller_id)
     return int.from_bytes(hashlib.sha256(seller_id.encode()).digest()[:8]) >> 1
 

@@ -76,22 +76,39 @@ class Scheduler:
         self._rows_max = context.limits.purge_rows_max
         self._shards = Shards(context.leases, JOB, SHARDS, worker, context.settings.leases.lease_seconds)
         self._adopted: dict[int, int] = {}  # shard -> ticket
-        self._scrubber = Scrubber(context.store, listings)
+        scrubber = Scrubber(context.store, listings)
+        self._work: list[Callable[[int, Guard], bool]] = [
+            lambda shard, guard: walking.age(self._store, self._listings, shard, guard),
+            lambda shard, guard: applying.step(self._store, self._listings, shard, guard),
+            lambda shard, guard: walking.build(self._store, self._listings, shard, guard),
+            scrubber.step,
+        ]
         self._measure_at = 0.0
+        self._is_sweeping = False
 
     def step(self) -> bool:
-        """One piece of each kind of work in every shard held; a failing shard stops no other."""
+        """One piece of each kind of work in every shard held; what fails stops nothing else."""
         self._shards.tick()
         more = False
         failure: Exception | None = None
         for shard_id, lease in self._shards.held.items():
             try:
-                more |= self._step(shard_id, lease)
+                guard = self._guard(shard_id, lease)
+                for work in self._work:
+                    try:
+                        more |= work(shard_id, guard)
+                    except LeaseLost:
+                        raise
+                    except Exception as error:
+                        failure = error
             except LeaseLost as error:
                 log.warning("shard lost", job=JOB, shard=shard_id, error=str(error))
                 self._adopted.pop(shard_id, None)
             except Exception as error:
                 failure = error
+        if self._is_sweeping or time.monotonic() >= self._measure_at:
+            self._is_sweeping = self._sweep()
+            more |= self._is_sweeping
         if time.monotonic() >= self._measure_at:
             self._measure_at = time.monotonic() + MEASURE_SECONDS
             self._measure()
@@ -102,28 +119,21 @@ class Scheduler:
     def stop(self) -> None:
         self._shards.release_all()
 
-    def _step(self, shard_id: int, lease: Lease) -> bool:
+    def _guard(self, shard_id: int, lease: Lease) -> Guard:
         if self._adopted.get(shard_id) != lease.ticket:
             self._store.transact(lambda tx: progress.adopt(tx, JOB, shard_id, lease.ticket, JOB), name="listings adopt")
             self._adopted[shard_id] = lease.ticket
-        guard = partial(_must_hold, shard_id, lease.ticket)
-        work: list[Callable[[int, Guard], bool]] = [
-            lambda shard, guard: walking.age(self._store, self._listings, shard, guard),
-            lambda shard, guard: applying.step(self._store, self._listings, shard, guard),
-            lambda shard, guard: walking.build(self._store, self._listings, shard, guard),
-            self._scrubber.step,
-        ]
-        more = [each(shard_id, guard) for each in work]
-        return any(more)
+        return partial(_must_hold, shard_id, lease.ticket)
 
     def _measure(self) -> None:
         metrics.OVERDUE.set(self._store.read(walking.overdue_seconds))
         for stage, count in self._store.read(reporting.figures).items():
             metrics.FEEDS.labels(stage).set(count)
-        while walking.forget(self._store, self._listings, self._rows_max):
-            pass
-        while sweeping.forget(self._store, self._listings, self._rows_max):
-            pass
+
+    def _sweep(self) -> bool:
+        """Forget some of what is old; whether there may be more, which waits for the next step."""
+        drafts = walking.forget(self._store, self._listings, self._rows_max)
+        return sweeping.forget(self._store, self._listings, self._rows_max) or drafts
 
 
 def _must_hold(shard_id: int, ticket: int, tx: Transaction) -> None:

@@ -31,7 +31,7 @@ class ReadBody(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OffersAnswer(Struct, frozen=True):
-    """The offers that there are, in the order asked for; `missing` are the others."""
+    """The offers that there are, each once, in the order asked for; `missing` are the others."""
 
     offers: list[OfferShown]
     missing: list[str]
@@ -172,13 +172,13 @@ class Doors:
 
     def reading(self) -> Operation:
         def apply(tx: Transaction, asks: Sequence[Ask]) -> list[Outcome]:
-            found = offers.read(tx, [each for ask in asks for each in ask.body.offer_ids])
             answers: list[Outcome] = []
-            for ask in asks:
-                sees = may_see(ask)
-                there = [told for each in ask.body.offer_ids if (told := found.get(each)) and sees(told.seller_id)]
+            # Each once: a short question must not have an answer of any length.
+            for ask, there in zip(
+                asks, offers.read_each(tx, [(ask.body.offer_ids, may_see(ask)) for ask in asks]), strict=True
+            ):
                 known = {told.offer_id for told in there}
-                missing = [each for each in ask.body.offer_ids if each not in known]
+                missing = [each for each in dict.fromkeys(ask.body.offer_ids) if each not in known]
                 answers.append(_RawOffers([msgspec.Raw(told.body) for told in there], missing))
             return answers
 
@@ -188,8 +188,8 @@ class Doors:
         offer_id = ask.path["offer_id"]
 
         def look(tx: Transaction) -> Outcome:
-            told = offers.read(tx, [offer_id]).get(offer_id)
-            if told is None or not may_see(ask)(told.seller_id):
+            told = offers.read(tx, [offer_id], may_see(ask)).get(offer_id)
+            if told is None:
                 return not_there(offer_id)
             kinds = {each.kind: each.body for each in offers.kinds_of(tx, told.seller_id, offer_id)}
             photos = msgspec.json.decode(kinds[PHOTOS_KIND], type=Photos).photos if PHOTOS_KIND in kinds else []

@@ -10,9 +10,9 @@ from msgspec import Meta, Struct
 
 from keyfold.core.errors import BadInput, Conflict, KeyfoldError, LostRace, NotFound, TooLarge
 from keyfold.core.store import Transaction
-from keyfold.core.store.batch import Columns, slices, source
-from keyfold.core.store.shapes import compare_and_set, delete, hold, insert_new, load, locking_load
-from keyfold.listings.model import Draft, Offer, Price, business_of, must_be_photo_url, open_draft
+from keyfold.core.store.batch import Columns, relation, slices, source
+from keyfold.core.store.shapes import compare_and_set, delete, hold, insert, insert_new, load, locking_load
+from keyfold.listings.model import Draft, Offer, Price, business_of, is_alike, must_be_photo_url, open_draft
 from keyfold.listings.service import saving
 from keyfold.listings.service.listings import DAY_US, Listings
 from keyfold.listings.service.saving import Change, Saved
@@ -77,16 +77,19 @@ def open_drafts(tx: Transaction, listings: Listings, opening: Opening) -> DraftS
         opening.anonymous_id,
         opening.seller_id or None,
     )
-    if opened.deleted is not None:
-        _delete(tx, current[opened.deleted.owner_id])
     if opened.draft is None:
         return _create(tx, opened.owner_id, opening.category)
+    # Whoever fills one of them in at this moment has done so before we chose, or finds it gone.
+    _hold(tx, list(current.values()))
+    if opened.deleted is not None:
+        _delete(tx, opened.deleted.owner_id, opened.deleted.draft_id)
     was = next(each for each in current.values() if each.draft_id == opened.draft.draft_id)
     filled = Filled(category=opened.draft.category) if opened.act == "reset" else was.filled
     if was.owner_id == opened.owner_id:
-        return was if filled == was.filled else _write(tx, was, filled)
-    _delete(tx, was)
-    moved = msgspec.structs.replace(was, owner_id=opened.owner_id, filled=filled, version=1)
+        return was if _is_same(filled, was.filled) else _write(tx, was, filled)
+    _delete(tx, was.owner_id, was.draft_id)
+    # The version goes on: to whoever saw the draft under its former owner it has changed.
+    moved = msgspec.structs.replace(was, owner_id=opened.owner_id, filled=filled, version=was.version + 1)
     _insert(tx, moved)
     return moved
 
@@ -106,7 +109,11 @@ def fill(tx: Transaction, listings: Listings, owner_id: str, draft_id: str, vers
     size = len(msgspec.json.encode(filled))
     if size > listings.settings.offer_bytes_max + 1_000:
         raise TooLarge(f"the draft has {size} bytes", place="content")
-    return was if filled == was.filled else _write(tx, was, filled)
+    return was if _is_same(filled, was.filled) else _write(tx, was, filled)
+
+
+def _is_same(filled: Filled, before: Filled) -> bool:
+    return filled == before and is_alike(filled.content, before.content)
 
 
 def publish(tx: Transaction, listings: Listings, asked: Sequence[Publishing]) -> list[Saved | KeyfoldError]:
@@ -137,9 +144,6 @@ def publish(tx: Transaction, listings: Listings, asked: Sequence[Publishing]) ->
 def offer_of(listings: Listings, seller_id: str, filled: Filled) -> Offer:
     """An offer as it was filled in, checked: the schema of its category, the photos, the size."""
     category = listings.categories.newest(filled.category)
-    category.must_hold(filled.content)
-    for url in filled.photos:
-        must_be_photo_url(url)
     number = business_of(seller_id)
     offer = Offer(
         seller_id=seller_id,
@@ -152,19 +156,29 @@ def offer_of(listings: Listings, seller_id: str, filled: Filled) -> Offer:
         shop_id=number,
         warehouse_id=filled.warehouse_id,
     )
-    saving.must_fit(listings, offer)
+    saving.must_fit(listings, offer)  # first: to say what is wrong with megabytes takes long
+    category.must_hold(filled.content)
+    for url in filled.photos:
+        must_be_photo_url(url)
     return offer
 
 
 def forget(tx: Transaction, listings: Listings, rows_max: int) -> int:
-    """Delete drafts that nobody has touched for long; returns how many."""
-    before = tx.now_us - listings.settings.draft_days * DAY_US
-    old = sa.select(DRAFT.c.owner_id, DRAFT.c.draft_id, DRAFT.c.version).where(DRAFT.c.updated_at_us < before)
+    """Delete drafts that nobody has touched for long; returns how many.
+
+    The time is asked again by the DELETE: somebody may just have gone on with one of them.
+    """
+    is_old = DRAFT.c.updated_at_us < tx.now_us - listings.settings.draft_days * DAY_US
+    old = sa.select(DRAFT.c.owner_id, DRAFT.c.draft_id).where(is_old)
     rows = [tuple(row) for row in tx.execute(old.order_by(DRAFT.c.updated_at_us).limit(rows_max))]
-    keys: Columns = {"owner_id": [row[0] for row in rows], "draft_id": [row[1] for row in rows]}
-    hold(tx, DRAFT, {**keys, "version": [row[2] for row in rows]})  # touched meanwhile: it is not old any more
-    _delete_current(tx, list(zip(keys["owner_id"], keys["draft_id"], strict=True)))
-    return delete(tx, DRAFT, keys)
+    if not rows:
+        return 0
+    batch = relation(tx, DRAFT, {"owner_id": [row[0] for row in rows], "draft_id": [row[1] for row in rows]})
+    listed = sa.tuple_(DRAFT.c.owner_id, DRAFT.c.draft_id).in_(sa.select(batch.c.owner_id, batch.c.draft_id))
+    deleted = sa.delete(DRAFT).where(is_old, listed).returning(DRAFT.c.owner_id, DRAFT.c.draft_id)
+    gone = [(row.owner_id, row.draft_id) for row in tx.execute(deleted)]
+    _delete_current(tx, gone)
+    return len(gone)
 
 
 # Rows ----------------------------------------------------------------------------------------------------------------
@@ -229,7 +243,7 @@ def _insert(tx: Transaction, draft: DraftShown) -> None:
     row: Columns = {"owner_id": [draft.owner_id], "version": [1], "draft_id": [draft.draft_id]}
     if not insert_new(tx, CURRENT_DRAFT, row):
         raise LostRace(f"{draft.owner_id!r} has opened a draft meanwhile")  # which is taken, next time
-    _save(tx, [draft], [0])
+    insert(tx, DRAFT, _columns([draft], [draft.version]))
 
 
 def _write(tx: Transaction, was: DraftShown, filled: Filled) -> DraftShown:
@@ -252,7 +266,11 @@ def _publish_rows(tx: Transaction, drafts: Sequence[DraftShown], saved: Sequence
 
 
 def _save(tx: Transaction, drafts: Sequence[DraftShown], versions: Sequence[int]) -> None:
-    rows: Columns = {
+    compare_and_set(tx, DRAFT, _columns(drafts, versions))
+
+
+def _columns(drafts: Sequence[DraftShown], versions: Sequence[int]) -> Columns:
+    return {
         "owner_id": [draft.owner_id for draft in drafts],
         "draft_id": [draft.draft_id for draft in drafts],
         "version": list(versions),
@@ -260,15 +278,21 @@ def _save(tx: Transaction, drafts: Sequence[DraftShown], versions: Sequence[int]
         "offer_id": [draft.offer_id for draft in drafts],
         "updated_at_us": [draft.updated_at_us for draft in drafts],
     }
-    compare_and_set(tx, DRAFT, rows)
 
 
-def _delete(tx: Transaction, draft: DraftShown) -> None:
-    """Delete a draft as it was read: what its owner has filled in since is not lost, but looked at again."""
-    key: Columns = {"owner_id": [draft.owner_id], "draft_id": [draft.draft_id]}
-    hold(tx, DRAFT, {**key, "version": [draft.version]})
-    delete(tx, DRAFT, key)
-    _delete_current(tx, [(draft.owner_id, draft.draft_id)])
+def _hold(tx: Transaction, drafts: Sequence[DraftShown]) -> None:
+    """Lock drafts as they were loaded."""
+    rows: Columns = {
+        "owner_id": [draft.owner_id for draft in drafts],
+        "draft_id": [draft.draft_id for draft in drafts],
+        "version": [draft.version for draft in drafts],
+    }
+    hold(tx, DRAFT, rows)
+
+
+def _delete(tx: Transaction, owner_id: str, draft_id: str) -> None:
+    delete(tx, DRAFT, {"owner_id": [owner_id], "draft_id": [draft_id]})
+    _delete_current(tx, [(owner_id, draft_id)])
 
 
 def _delete_current(tx: Transaction, drafts: Sequence[tuple[str, str]]) -> None:

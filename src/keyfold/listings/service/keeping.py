@@ -99,8 +99,10 @@ def judge(
         for key, (version, body) in saving.load_kind(tx, keys, MODERATION_KIND).items()
     }
     fresh = [key for key in keys if key not in there or there[key][1].version < newest[key[1]].version]
-    # The offers first: whoever bans while its seller edits waits here, or finds the row changed and looks again.
-    offers = saving.load_offers(tx, fresh)
+    # The offers first: whoever bans while its seller edits waits here, or finds the row changed and looks again. Most
+    # opinions change no ban, and an offer is what the last one said: those are not even read.
+    banned = {key for key, (_, opinion) in there.items() if opinion.is_banned}
+    offers = saving.load_offers(tx, [key for key in fresh if newest[key[1]].is_banned != (key in banned)])
     saving.save(
         tx,
         listings,

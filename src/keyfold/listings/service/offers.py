@@ -49,10 +49,19 @@ class Told(Struct, frozen=True):
     body: bytes
 
 
-def read(tx: Transaction, offer_ids: Sequence[str]) -> dict[str, Told]:
-    """The offers that there are, as they are told."""
+def read(tx: Transaction, offer_ids: Sequence[str], may_see: MaySee = lambda _: True) -> dict[str, Told]:
+    """The offers that there are, as they are told; of sellers whom nobody here may see not even the body is read."""
     sellers = saving.sellers_of(tx, offer_ids)
-    return read_of(tx, [(seller, offer_id) for offer_id, seller in sellers.items()])
+    return read_of(tx, [(seller, offer_id) for offer_id, seller in sellers.items() if may_see(seller)])
+
+
+def read_each(tx: Transaction, wanted: Sequence[tuple[Iterable[str], MaySee]]) -> list[list[Told]]:
+    """As `read`, for several callers at once: of each the offers that there are for this caller, in order."""
+    wanted = [(list(dict.fromkeys(offer_ids)), may_see) for offer_ids, may_see in wanted]
+    sellers = saving.sellers_of(tx, [each for offer_ids, _ in wanted for each in offer_ids])
+    seen = [[each for each in ids if each in sellers and may_see(sellers[each])] for ids, may_see in wanted]
+    found = read_of(tx, {(sellers[each], each) for ids in seen for each in ids})
+    return [[found[each] for each in ids if each in found] for ids in seen]
 
 
 def read_of(tx: Transaction, keys: Iterable[tuple[str, str]]) -> dict[str, Told]:
@@ -123,11 +132,17 @@ def _changed(
     """Wishes for one offer take their turns; all others are saved together."""
     outcomes: list[Saved | KeyfoldError] = [not_there("")] * len(wishes)
     for turn in saving.rounds([(each.offer_id, at) for at, each in enumerate(wishes)]):
-        found = saving.load_by_id(tx, [wishes[at].offer_id for at in turn])
+        sellers = saving.sellers_of(tx, [wishes[at].offer_id for at in turn])
+        seen = {
+            (seller, wishes[at].offer_id)
+            for at in turn
+            if (seller := sellers.get(wishes[at].offer_id)) is not None and wishes[at].may_see(seller)
+        }
+        found = {offer_id: saved for (_, offer_id), saved in saving.load_offers(tx, sorted(seen)).items()}
         ready: list[tuple[int, Change]] = []
         for at in turn:
             saved = found.get(wishes[at].offer_id)
-            if saved is None or not wishes[at].may_see(saved.offer.seller_id):
+            if saved is None:
                 outcomes[at] = not_there(wishes[at].offer_id)
                 continue
             try:

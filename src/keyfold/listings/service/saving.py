@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import sqlalchemy as sa
 from msgspec import Struct
 
 from keyfold.core import outbox
 from keyfold.core.errors import BadInput, LostRace, TooLarge
 from keyfold.core.store import Transaction
-from keyfold.core.store.batch import Columns, Row
+from keyfold.core.store.batch import Columns, Row, relation
 from keyfold.core.store.shapes import compare_and_set, delete_there, increment, insert, insert_new, load
 from keyfold.core.topics.topic import Message
 from keyfold.listings import metrics
@@ -45,6 +46,7 @@ from keyfold.listings.tables import (
 )
 
 OFFER_KIND, PHOTOS_KIND, MODERATION_KIND, BILLING_KIND = "offer", "photos", "moderation", "billing"
+STEP_BYTES_MAX = 8 * 1024 * 1024  # of the offers that one step of the scheduler changes
 OFFER_SCHEMA, PHOTO_REQUEST_SCHEMA = "offer/1", "photo-request/1"
 
 _encode = msgspec.json.Encoder().encode
@@ -106,6 +108,27 @@ def load_by_id(tx: Transaction, offer_ids: Sequence[str]) -> dict[str, Saved]:
     sellers = sellers_of(tx, offer_ids)
     found = load_offers(tx, [(seller, offer_id) for offer_id, seller in sellers.items()])
     return {offer_id: saved for (_, offer_id), saved in found.items()}
+
+
+def fitting(tx: Transaction, keys: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
+    """So many of the offers, from the first on, as one transaction may hold: decoded they are ten times their size."""
+    if not keys:
+        return keys
+    columns: Columns = {"seller_id": [seller for seller, _ in keys], "offer_id": [offer_id for _, offer_id in keys]}
+    batch = relation(tx, OFFER, columns)
+    bytes_of = sa.func.length(OFFER.c.body) if tx.is_sqlite else sa.func.octet_length(OFFER.c.body)
+    found = tx.execute(
+        sa.select(OFFER.c.seller_id, OFFER.c.offer_id, bytes_of.label("size"))
+        .join(batch, sa.and_(OFFER.c.seller_id == batch.c.seller_id, OFFER.c.offer_id == batch.c.offer_id))
+        .where(OFFER.c.kind == OFFER_KIND)
+    )
+    sizes = {(row.seller_id, row.offer_id): row.size for row in found}
+    total = 0
+    for at, key in enumerate(keys):
+        total += sizes.get(key, 0)
+        if at and total > STEP_BYTES_MAX:
+            return keys[:at]
+    return keys
 
 
 def load_kind(tx: Transaction, keys: Sequence[tuple[str, str]], kind: str) -> dict[tuple[str, str], tuple[int, str]]:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import sqlalchemy as sa
+import structlog
 from msgspec import Struct
 
 from keyfold.core.clock import SECOND_US
+from keyfold.core.errors import Unavailable
 from keyfold.core.store import Store, Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import hold, increment, update
@@ -22,10 +24,13 @@ from keyfold.listings.service.repairing import Drift
 from keyfold.listings.service.saving import OFFER_KIND, Change, Saved
 from keyfold.listings.tables import LISTING_WALKS, OFFER, SELLERS
 
+log = structlog.get_logger(__name__)
+
 DUE_MAX = 500
 WALK_MAX = 500
 SELLERS_MAX = 50
 SCRUB = "scrub"
+ALL_OFFERS = "z"  # behind every offer of a seller: letters follow digits in any collation
 
 Guard = Callable[[Transaction], None]
 
@@ -45,12 +50,13 @@ class Place(Struct, frozen=True):
 def age(store: Store, listings: Listings, shard_id: int, guard: Guard) -> bool:
     """Move some offers of a shard that are due; whether there may be more."""
 
-    def work(tx: Transaction) -> int:
+    def work(tx: Transaction) -> bool:
         guard(tx)
         due = sa.select(OFFER.c.seller_id, OFFER.c.offer_id).where(
             OFFER.c.shard_id == shard_id, OFFER.c.due_at_us <= tx.now_us
         )
-        keys = [(row.seller_id, row.offer_id) for row in tx.execute(due.order_by(OFFER.c.due_at_us).limit(DUE_MAX))]
+        listed = [(row.seller_id, row.offer_id) for row in tx.execute(due.order_by(OFFER.c.due_at_us).limit(DUE_MAX))]
+        keys = saving.fitting(tx, listed)
         found = saving.load_offers(tx, keys)
         changes = [Change(saved, aged(saved.offer, listings.ages, tx.now_us)) for saved in found.values()]
         moved = [change for change in changes if change.before is not None and change.after != change.before.offer]
@@ -59,9 +65,9 @@ def age(store: Store, listings: Listings, shard_id: int, guard: Guard) -> bool:
         _put_off(tx, listings, [change.before for change in changes if change.before and change not in moved])
         for change in moved:
             metrics.MOVED.labels(change.after.status).inc()
-        return len(keys)
+        return len(keys) < len(listed) or len(listed) == DUE_MAX
 
-    return store.transact(work, name="listings ages") == DUE_MAX
+    return store.transact(work, name="listings ages")
 
 
 def _put_off(tx: Transaction, listings: Listings, offers: Sequence[Saved]) -> None:
@@ -80,9 +86,14 @@ def _rows_of(offers: Sequence[Saved]) -> dict[str, list[Any]]:
 
 
 def overdue_seconds(tx: Transaction) -> float:
-    """For how long the oldest offer has been due."""
-    oldest = tx.execute(sa.select(sa.func.min(OFFER.c.due_at_us)).where(OFFER.c.due_at_us.is_not(None))).scalar()
-    return max(0.0, (tx.now_us - oldest) / SECOND_US) if oldest is not None else 0.0
+    """For how long the oldest offer has been due.
+
+    Asked shard by shard, of which the index has the oldest at hand; of all at once it would be read whole.
+    """
+    mark = "?" if tx.is_sqlite else "%s"
+    oldest = f"SELECT due_at_us FROM offer WHERE shard_id = {mark} AND due_at_us IS NOT NULL ORDER BY due_at_us LIMIT 1"
+    found = [row[0] for shard_id in range(SHARDS) for row in tx.rows(oldest, (shard_id,))]
+    return max(0.0, (tx.now_us - min(found)) / SECOND_US) if found else 0.0
 
 
 # Presets -------------------------------------------------------------------------------------------------------------
@@ -100,8 +111,10 @@ def build(store: Store, listings: Listings, shard_id: int, guard: Guard) -> bool
 
 
 def _may_begin(tx: Transaction, store: Store, row: PresetRow) -> bool:
-    """Whoever has read the presets before this one was there has ended by now: the transaction that put it there may
-    have lasted as long as any after it took the time, and whoever began just before its end as long again."""
+    """Whoever has read the presets before this one was there has ended by now.
+
+    It may have taken as long to commit after its time was read, and others as long who began just before that.
+    """
     return tx.now_us > row.since_us + (2 * store.limits.transaction_seconds_max + 1) * SECOND_US
 
 
@@ -110,14 +123,17 @@ def _build(tx: Transaction, row: PresetRow, shard_id: int, guard: Guard) -> bool
     if row not in presets.stored(tx):
         return False  # changed once more
     place = _place(tx, row.walk, shard_id)
-    keys = _next_offers(tx, shard_id, place) if not place.is_done else []
-    if keys:
-        _put_into(tx, row, keys)
-        _move(tx, row.walk, shard_id, Place(*keys[-1]))
-        return True
     if not place.is_done:
-        _move(tx, row.walk, shard_id, Place(place.seller_id, place.offer_id, is_done=True))
-    # Counted once more by whoever is done already: the last two that end at once do not see each other.
+        listed, upto = _next_offers(tx, shard_id, place)
+        keys = saving.fitting(tx, listed)
+        if keys:
+            _put_into(tx, row, keys)
+        if len(keys) < len(listed):
+            upto = Place(*keys[-1])
+        _move(tx, row.walk, shard_id, upto)
+        if not upto.is_done:
+            return True
+    # Asked again by every shard that is done: two that end at once do not see each other.
     done = sa.select(sa.func.count()).where(LISTING_WALKS.c.walk == row.walk, LISTING_WALKS.c.is_done == 1)
     if tx.execute(done).scalar_one() == SHARDS:
         presets.finish(tx, row)
@@ -138,8 +154,8 @@ def _put_into(tx: Transaction, row: PresetRow, keys: Sequence[tuple[str, str]]) 
     )
 
 
-def _next_offers(tx: Transaction, shard_id: int, place: Place) -> list[tuple[str, str]]:
-    """The offers behind a place, by seller and id."""
+def _next_offers(tx: Transaction, shard_id: int, place: Place) -> tuple[list[tuple[str, str]], Place]:
+    """The offers behind a place, by seller and id, and the place behind them."""
     mark = "?" if tx.is_sqlite else "%s"
     rest = WALK_MAX
     found: list[tuple[str, str]] = []
@@ -147,7 +163,7 @@ def _next_offers(tx: Transaction, shard_id: int, place: Place) -> list[tuple[str
         found = _offers_of(tx, place.seller_id, place.offer_id, rest)
         rest -= len(found)
     if not rest:
-        return found
+        return found, Place(*found[-1])
     sellers = tx.rows(
         f"SELECT seller_id FROM sellers WHERE shard_id = {mark} AND seller_id > {mark} ORDER BY seller_id LIMIT {mark}",
         (shard_id, place.seller_id, SELLERS_MAX),
@@ -157,10 +173,10 @@ def _next_offers(tx: Transaction, shard_id: int, place: Place) -> list[tuple[str
         found += listed
         rest -= len(listed)
         if not rest:
-            break
-    if not found and sellers:  # sellers without an offer: the walk goes on behind them
-        return _next_offers(tx, shard_id, Place(sellers[-1][0], "~"))
-    return found
+            return found, Place(*found[-1])
+    if sellers:
+        return found, Place(sellers[-1][0], ALL_OFFERS)
+    return found, Place(place.seller_id, place.offer_id, is_done=True)
 
 
 def _offers_of(tx: Transaction, seller_id: str, after: str, count_max: int) -> list[tuple[str, str]]:
@@ -195,13 +211,13 @@ class Scrubber:
             self._found[shard_id] = []
         sellers = self._store.read(lambda tx: _sellers(tx, shard_id, place.seller_id))
         for seller_id in sellers:
-            found = self._store.read(lambda tx, seller_id=seller_id: repairing.drift(tx, seller_id))  # type: ignore[misc]
-            if found and self._listings.settings.scrub_repairs:
-                found = self._store.transact(
-                    lambda tx, seller_id=seller_id: repairing.repair(tx, seller_id, "scrubber"),  # type: ignore[misc]
-                    name="listings repair",
-                )
-            self._found.setdefault(shard_id, []).extend(found)
+            try:
+                self._found.setdefault(shard_id, []).extend(self._compared(seller_id))
+            except Unavailable:
+                raise
+            except Exception as error:
+                # The round goes on: all other sellers of the shard are behind this one.
+                log.error("the counts of a seller cannot be compared", seller=seller_id, exc_info=error)
         is_done = len(sellers) < SELLERS_MAX
         after = Place(sellers[-1] if sellers else place.seller_id, is_done=is_done)
         self._store.transact(lambda tx: self._moved(tx, shard_id, guard, after), name="listings scrub")
@@ -209,6 +225,15 @@ class Scrubber:
             every = [abs(each.missing) for found in self._found.values() for each in found if each.what == what]
             metrics.DRIFT.labels(what).set(sum(every))
         return not is_done
+
+    def _compared(self, seller_id: str) -> list[Drift]:
+        found = self._store.read(lambda tx: repairing.drift(tx, seller_id))
+        if not found or not self._listings.settings.scrub_repairs:
+            return found
+        return self._store.transact(
+            lambda tx: repairing.repair(tx, seller_id, "scrubber"),
+            name="listings repair",
+        )
 
     def _moved(self, tx: Transaction, shard_id: int, guard: Guard, place: Place) -> None:
         guard(tx)

@@ -10,11 +10,21 @@ import msgspec
 import sqlalchemy as sa
 import structlog
 
-from keyfold.core.errors import BadInput
+from keyfold.core.errors import BadInput, LeaseLost
 from keyfold.core.store import Store, Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import increment, load, update
-from keyfold.listings.model import Decided, FeedPlan, FeedRow, Item, Offer, decide_item, removed_by_feed, why_held
+from keyfold.listings.model import (
+    Decided,
+    FeedPlan,
+    FeedRow,
+    Item,
+    Offer,
+    decide_item,
+    is_meaningful,
+    removed_by_feed,
+    why_held,
+)
 from keyfold.listings.service import saving
 from keyfold.listings.service.feeds import planning, reporting, tasks
 from keyfold.listings.service.feeds.items import REASON_MAX
@@ -29,7 +39,6 @@ log = structlog.get_logger(__name__)
 Guard = Callable[[Transaction], None]  # refuses where another scheduler has the shard by now
 
 STEP_ITEMS = 500
-STEP_BYTES = 8 * 1024 * 1024
 STEP_REMOVALS = 1_000
 
 _decode_offer = msgspec.json.Decoder(Offer).decode
@@ -40,8 +49,7 @@ def step(store: Store, listings: Listings, shard_id: int, guard: Guard) -> bool:
     found = store.read(lambda tx: _longest_waiting(tx, shard_id))
     if found is None:
         return False
-    # Counting may take a while; nothing is locked meanwhile, and the plan of a task that has changed is dropped.
-    plan = store.snapshot(lambda tx: planning.plan_of(tx, found)) if found.stage == "ended" else None
+    plan: FeedPlan | None = None
 
     def work(tx: Transaction) -> None:
         guard(tx)
@@ -56,13 +64,21 @@ def step(store: Store, listings: Listings, shard_id: int, guard: Guard) -> bool:
             task = _removed(tx, listings, task)
         tasks.save(tx, task)
 
+    # One seller's feed must not stand in the way of the others of its shard.
     try:
+        if found.stage == "ended":
+            # This may take a while; nothing is locked meanwhile, and the plan of a task that has changed is dropped.
+            plan = store.snapshot(lambda tx: planning.plan_of(tx, found))
         store.transact(work, name="feed step")
+    except LeaseLost:
+        raise
     except BadInput as error:
-        # One seller's feed must not stand in the way of the others of its shard.
         log.error("a feed could not be applied", seller=found.seller_id, task=found.task_id, exc_info=error)
         why = f"it could not be applied: {error}"[:REASON_MAX]
         store.transact(lambda tx: _set_aside(tx, found, guard, why), name="feed set aside")
+    except Exception:
+        store.transact(lambda tx: _put_behind(tx, found, guard), name="feed put behind")
+        raise
     return True
 
 
@@ -94,6 +110,14 @@ def _set_aside(tx: Transaction, found: Task, guard: Guard, why: str) -> None:
     task = _locked(tx, found)
     if task is not None:
         tasks.save(tx, msgspec.structs.replace(task, stage="held", reason=why.replace("\0", "\\0")))
+
+
+def _put_behind(tx: Transaction, found: Task, guard: Guard) -> None:
+    """What failed for now is tried again when the others had their turn."""
+    guard(tx)
+    task = _locked(tx, found)
+    if task is not None:
+        tasks.save(tx, task)
 
 
 def _planned(listings: Listings, task: Task, plan: FeedPlan) -> Task:
@@ -164,7 +188,7 @@ def _next_items(tx: Transaction, task: Task) -> list[tuple[str, int, str]]:
     last, total = sizes[0].external_id, sizes[0].size
     for row in sizes[1:]:
         total += row.size
-        if total > STEP_BYTES:
+        if total > saving.STEP_BYTES_MAX:
             break
         last = row.external_id
     rows = tx.execute(
@@ -194,8 +218,9 @@ def _counted(done: Done, there: Sequence[Saved | None], decided: Sequence[Decide
     names = {"create": "created", "return": "returned", "keep": "kept", "sold": "sold", "ignore": "ignored"}
     for before, each in zip(there, decided, strict=True):
         if each.act == "update":
-            is_same = before is not None and before.offer == each.offer
-            counts["unchanged" if is_same else "updated"] += 1
+            assert each.offer is not None
+            is_changed = before is None or is_meaningful(before.offer, each.offer)
+            counts["updated" if is_changed else "unchanged"] += 1
         else:
             counts[names[each.act]] += 1
     return Done(**counts)
@@ -218,7 +243,9 @@ def _removed(tx: Transaction, listings: Listings, task: Task) -> Task:
     ).all()
     if not gone:
         return msgspec.structs.replace(task, stage="done")
-    offers = saving.load_offers(tx, [(task.seller_id, row.offer_id) for row in gone])
+    keys = saving.fitting(tx, [(task.seller_id, row.offer_id) for row in gone])
+    gone = gone[: len(keys)]
+    offers = saving.load_offers(tx, keys)
     changes = [Change(saved, removed_by_feed(saved.offer)) for saved in offers.values()]
     saving.save(tx, listings, changes)
     marks: Columns = {

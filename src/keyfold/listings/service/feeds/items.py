@@ -59,8 +59,7 @@ _encode = msgspec.json.Encoder().encode
 def read_line(listings: Listings, seller_id: str, line: bytes) -> Read:
     """Whatever the line is, this says what it is."""
     try:
-        must_hold_whole_characters(line)
-        item = _decode(line)
+        item = _decoded(line)
         must_not_be_deeper(line, listings.topics.limits.depth_max)
         must_hold_no_nul(line)
         must_not_repeat_names(line)
@@ -69,6 +68,14 @@ def read_line(listings: Listings, seller_id: str, line: bytes) -> Read:
     except _REFUSALS as error:
         # A message may quote a name of the line, and a name may hold what no store takes.
         return Read(_external_id(line), reason=str(error).replace("\0", "\\0")[:REASON_MAX] or type(error).__name__)
+
+
+def _decoded(line: bytes) -> FeedItem:
+    try:
+        return _decode(line)
+    except msgspec.DecodeError:
+        must_hold_whole_characters(line)  # which tells better what is wrong
+        raise
 
 
 def _offer(listings: Listings, seller_id: str, item: FeedItem) -> Offer:
