@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from keyfold.core.clock import ManualClock
-from keyfold.core.errors import NotFound, TooLarge
+from keyfold.core.errors import Conflict, NotFound, TooLarge
 from keyfold.core.store import Transaction
 from keyfold.core.store.shapes import insert
-from keyfold.listings.model import SHARDS, Preset, business_of, shard_of
+from keyfold.listings.model import SHARDS, Preset, Price, business_of, shard_of
 from keyfold.listings.service import drafting, keeping, offers, presets, repairing, saving, walking
 from keyfold.listings.service.drafting import DraftShown, Filled, Opening
 from keyfold.listings.service.feeds import applying, planning, staging, sweeping, tasks
@@ -418,3 +418,48 @@ def test_a_backslash_before_what_looks_like_half_a_character_is_no_half_characte
 
     assert not read(rb"C:\\ud83d").reason
     assert "half of a surrogate pair" in read(rb"\ud83d").reason
+
+
+@pytest.mark.spec("LST-12")
+def test_a_line_that_is_no_text_refuses_nothing_but_itself(product: Product) -> None:
+    lines = [b'{"external_id": "a\xff"}', b"\xff\xfe", msgspec.json.encode({"category": "cars", "content": CAR})]
+    taken = staging.take_lines(product.store, product.listings, "7", 1, 0, lines)
+    assert taken.position == 3
+    assert product.rows("SELECT count(*) FROM feed_problems") == [(2,)]
+    assert product.rows("SELECT count(*) FROM feed_items WHERE body <> ''") == [(1,)]
+
+
+@pytest.mark.spec("LST-12")
+def test_feeds_that_are_begun_and_never_ended_are_bounded(product: Product) -> None:
+    line = msgspec.json.encode({"external_id": "1", "category": "cars", "content": CAR})
+    for task in range(1, 11):
+        staging.take_lines(product.store, product.listings, "7", task, 0, [line])
+    with pytest.raises(Conflict, match="10 feeds"):
+        staging.take_lines(product.store, product.listings, "7", 11, 0, [line])
+    product.do(tasks.end_task, "7", 10, 1)
+    staging.take_lines(product.store, product.listings, "7", 11, 0, [line])
+
+
+@pytest.mark.spec("LST-07")
+def test_a_walk_waits_by_its_own_clock_whatever_the_store_says(product: Product) -> None:
+    now = 0.0
+    patience = walking.Patience(10, lambda: now)
+    row = product.store.read(presets.stored)[0]
+    assert not patience.is_over(row)
+    product.pass_days(300)  # the store's clock jumps
+    assert not patience.is_over(row)
+    now = 11.0
+    assert patience.is_over(row)
+
+
+@pytest.mark.spec("LST-17")
+def test_a_newer_schema_alone_is_no_change(product: Product) -> None:
+    (saved,) = product.make(car(schema_version=1))
+    assert product.change(saved.offer.offer_id, schema_version=2).version == 1
+
+
+@pytest.mark.spec("LST-10")
+def test_the_money_of_millions_of_sales_fits(product: Product) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"amount": 10**12 + 1, "currency": "EUR"}, Price)
+    assert 9_000_000 * 10**12 < 2**63

@@ -109,7 +109,8 @@ def test_two_processes_that_start_at_once_both_come_up(postgres_url: str, is_fir
 
 
 def _is_there_more(row: PresetRow, shard_id: int, tx: Transaction) -> bool:
-    return bool(walking._next_offers(tx, shard_id, walking._place(tx, row.walk, shard_id)))
+    listed, _ = walking._next_offers(tx, shard_id, walking._place(tx, row.walk, shard_id))
+    return bool(listed)
 
 
 def _while_at_work(
@@ -146,7 +147,7 @@ def test_what_is_filled_in_while_a_draft_changes_hands_is_not_lost(
     taken = _while_at_work(
         product,
         monkeypatch,
-        "_delete",
+        "_hold",
         lambda: product.do(drafting.open_drafts, Opening(anonymous_id="visitor", seller_id="7")),
         lambda: product.do(drafting.fill, "visitor", draft.draft_id, draft.version, _filled()),
     )
@@ -163,7 +164,7 @@ def test_a_draft_that_is_filled_in_while_old_ones_are_forgotten_stays(
     _while_at_work(
         product,
         monkeypatch,
-        "hold",
+        "relation",
         lambda: walking.forget(product.store, product.listings, 100),
         lambda: product.do(drafting.fill, "7", draft.draft_id, draft.version, _filled()),
     )

@@ -189,8 +189,6 @@ class _Splitter:
 
     def _add_line(self, line: bytes) -> None:
         self._must_not_be_longer(len(line))
-        if not line.isascii():
-            self._must_be_text(line)
         if line and not line.isspace():
             self.lines.append(line)
             self._bytes += len(line)
@@ -200,12 +198,6 @@ class _Splitter:
             raise TooLarge(
                 f"the line has more than the {self._line_bytes_max} bytes that are allowed", place=self._here
             )
-
-    def _must_be_text(self, line: bytes) -> None:
-        try:
-            line.decode()
-        except UnicodeDecodeError as error:
-            raise BadInput(f"the line is not UTF-8: {error.reason}", place=self._here) from None
 
     @property
     def _here(self) -> str:

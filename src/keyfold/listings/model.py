@@ -36,10 +36,13 @@ MOVES: Mapping[tuple[Status, Status], frozenset[Actor]] = {
 }
 
 
+AMOUNT_MAX = 10**12  # nine million sales of it still fit into a counter
+
+
 class Price(Struct, frozen=True, forbid_unknown_fields=True):
     """Whole minor units of a currency."""
 
-    amount: Annotated[int, Meta(ge=0, le=2**53)]
+    amount: Annotated[int, Meta(ge=0, le=AMOUNT_MAX)]
     currency: Annotated[str, Meta(pattern=r"^[A-Z]{3}(?!\n)$")]
 
 
@@ -97,8 +100,11 @@ def moved(offer: Offer, status: Status, actor: Actor, reason: str = "") -> Offer
 
 
 def is_meaningful(before: Offer | None, after: Offer) -> bool:
-    """Whether a save is a change that anybody must hear of."""
-    return before is None or before != after or not is_alike(before.content, after.content)
+    """Whether a save is a change that anybody must hear of. That the same content meets a newer schema is none."""
+    if before is None:
+        return True
+    same = msgspec.structs.replace(after, schema_version=before.schema_version)
+    return before != same or not is_alike(before.content, after.content)
 
 
 def is_alike(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
@@ -257,7 +263,21 @@ def _other(there: Sequence[Draft], chosen: Draft) -> Draft | None:
 PhotoState = Literal["asked", "ready", "failed"]
 PHOTO_URL_MAX = 2_000
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)+", re.IGNORECASE)
-_INSIDE = ("localhost", "local", "internal", "intranet", "lan", "home", "corp", "arpa", "test", "invalid", "onion")
+_INSIDE = (
+    "localhost",
+    "svc",
+    "cluster",
+    "local",
+    "internal",
+    "intranet",
+    "lan",
+    "home",
+    "corp",
+    "arpa",
+    "test",
+    "invalid",
+    "onion",
+)
 _REBINDING = ("nip.io", "sslip.io", "xip.io", "localtest.me", "lvh.me", "rebind.network", "rbndr.us")
 
 

@@ -52,6 +52,7 @@ class ListingsSettings(Section, frozen=True, kw_only=True):
         float, Meta(ge=0, le=1, description="a feed that removes a larger share of its offers is held for approval")
     ] = 0.5
     feed_items_max: Annotated[int, Meta(ge=1, le=100_000_000, description="most items of one feed")] = 2_000_000
+    feed_tasks_max: Annotated[int, Meta(ge=1, le=1_000, description="most feeds of a seller begun and not ended")] = 10
     feed_problems_max: Annotated[int, Meta(ge=1, le=1_000_000, description="most problems told of one feed")] = 10_000
     feed_days: Annotated[int, Meta(ge=1, le=365, description="how long the report of a feed is kept")] = 30
     scrub_seconds: Annotated[int, Meta(ge=1, le=30 * 86_400, description="how often all counts are compared")] = 86_400

@@ -24,7 +24,7 @@ from keyfold.listings.service import keeping, walking
 from keyfold.listings.service.feeds import applying, reporting, sweeping
 from keyfold.listings.service.feeds.tasks import ENDED
 from keyfold.listings.service.listings import Listings
-from keyfold.listings.service.walking import Guard, Scrubber
+from keyfold.listings.service.walking import Guard, Patience, Scrubber
 
 log = structlog.get_logger(__name__)
 
@@ -77,10 +77,11 @@ class Scheduler:
         self._shards = Shards(context.leases, JOB, SHARDS, worker, context.settings.leases.lease_seconds)
         self._adopted: dict[int, int] = {}  # shard -> ticket
         scrubber = Scrubber(context.store, listings)
+        patience = Patience(context.limits.transaction_seconds_max + 1)
         self._work: list[Callable[[int, Guard], bool]] = [
             lambda shard, guard: walking.age(self._store, self._listings, shard, guard),
             lambda shard, guard: applying.step(self._store, self._listings, shard, guard),
-            lambda shard, guard: walking.build(self._store, self._listings, shard, guard),
+            lambda shard, guard: walking.build(self._store, self._listings, shard, guard, patience),
             scrubber.step,
         ]
         self._measure_at = 0.0

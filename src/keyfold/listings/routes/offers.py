@@ -24,6 +24,7 @@ from keyfold.listings.service.saving import MODERATION_KIND, PHOTOS_KIND, Photos
 
 READ_MAX = 1_000
 OPINIONS_MAX = 1_000
+READ_WEIGHT = 10  # of an offer in a batch: with 100 KB each, a batch of them is what is held in memory
 
 
 class ReadBody(Struct, frozen=True, forbid_unknown_fields=True):
@@ -182,7 +183,9 @@ class Doors:
                 answers.append(_RawOffers([msgspec.Raw(told.body) for told in there], missing))
             return answers
 
-        return Operation(name="listings read", apply=apply, writes=False, weight=lambda ask: len(ask.body.offer_ids))
+        return Operation(
+            name="listings read", apply=apply, writes=False, weight=lambda ask: READ_WEIGHT * len(ask.body.offer_ids)
+        )
 
     def whole(self, ask: Ask) -> Outcome:
         offer_id = ask.path["offer_id"]

@@ -3,6 +3,7 @@
 Work is shared by shards of sellers. Every transaction first proves that the shard is still this worker's (`guard`).
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -99,12 +100,28 @@ def overdue_seconds(tx: Transaction) -> float:
 # Presets -------------------------------------------------------------------------------------------------------------
 
 
-def build(store: Store, listings: Listings, shard_id: int, guard: Guard) -> bool:
+class Patience:
+    """How long this process has seen a preset. Whoever has read the presets before it was there has ended after the
+    longest that a transaction may last, whatever the clocks of others say."""
+
+    def __init__(self, seconds: float, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._monotonic = monotonic
+        self._seen_at: dict[str, float] = {}
+
+    def is_over(self, row: PresetRow) -> bool:
+        now = self._monotonic()
+        return now > self._seen_at.setdefault(row.walk, now) + self._seconds
+
+
+def build(store: Store, listings: Listings, shard_id: int, guard: Guard, patience: Patience | None = None) -> bool:
     """Put some more offers of a shard into presets that are being built; whether there may be more."""
     rows = store.read(presets.stored)
     more = False
     for row in rows:
-        if row.state == READY or not store.read(lambda tx, row=row: _may_begin(tx, store, row)):  # type: ignore[misc]
+        if row.state == READY or (patience is not None and not patience.is_over(row)):
+            continue
+        if not store.read(lambda tx, row=row: _may_begin(tx, store, row)):  # type: ignore[misc]
             continue
         more |= store.transact(lambda tx, row=row: _build(tx, row, shard_id, guard), name="listings presets")  # type: ignore[misc]
     return more

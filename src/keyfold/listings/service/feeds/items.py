@@ -13,8 +13,8 @@ from keyfold.core.jsontext import (
     must_not_be_deeper,
     must_not_repeat_names,
 )
-from keyfold.listings.model import Offer, Price, business_of, external_id_of, must_be_photo_url
-from keyfold.listings.service import saving
+from keyfold.listings.model import Offer, Price, external_id_of
+from keyfold.listings.service.drafting import Filled, offer_of
 from keyfold.listings.service.listings import Listings
 
 EXTERNAL_ID_MAX = 200
@@ -79,25 +79,20 @@ def _decoded(line: bytes) -> FeedItem:
 
 
 def _offer(listings: Listings, seller_id: str, item: FeedItem) -> Offer:
-    category = listings.categories.newest(item.category)
-    number = business_of(seller_id)
-    offer = Offer(
-        seller_id=seller_id,
+    filled = Filled(
         category=item.category,
-        schema_version=category.version,
-        price=item.price,
-        photos=tuple(dict.fromkeys(item.photos)),
-        external_id=external_id_of(item.external_id, item.content),
-        business_id=number if item.business_id is None else item.business_id,
-        shop_id=number if item.shop_id is None else item.shop_id,
-        warehouse_id=item.warehouse_id,
         content=item.content,
+        price=item.price,
+        photos=item.photos,
+        warehouse_id=item.warehouse_id,
     )
-    saving.must_fit(listings, offer)
-    category.must_hold(item.content)
-    for url in item.photos:
-        must_be_photo_url(url)
-    return offer
+    offer = offer_of(listings, seller_id, filled)
+    return msgspec.structs.replace(
+        offer,
+        external_id=external_id_of(item.external_id, item.content),
+        business_id=offer.business_id if item.business_id is None else item.business_id,
+        shop_id=offer.shop_id if item.shop_id is None else item.shop_id,
+    )
 
 
 def _external_id(line: bytes) -> str:

@@ -6,6 +6,8 @@ from keyfold.core.store import Transaction
 from keyfold.listings.model import FeedPlan
 from keyfold.listings.service.feeds.tasks import Task
 
+LARGE = 10_000  # items
+
 # An item meets the offer that the row of its external id names; what it does depends on that offer alone.
 _ITEMS = sa.text("""
 SELECT count(CASE WHEN NOT is_invalid AND NOT is_there AND NOT is_over THEN 1 END) AS created,
@@ -44,6 +46,9 @@ WHERE feed.seller_id = :seller_id AND feed.removed_at_us IS NULL AND offer.shown
 def plan_of(tx: Transaction, task: Task) -> FeedPlan:
     """The plan as of now; the items of a task without its end may still become more."""
     given = {"seller_id": task.seller_id, "task_id": task.task_id}
+    if task.position > LARGE and not tx.is_sqlite:
+        # Of items that just came PostgreSQL has no statistics, and would look them up one by one.
+        tx.driver("SET LOCAL enable_nestloop = off")
     items = tx.execute(_ITEMS, given).one()
     feed = tx.execute(_LIVE, given).one()
     return FeedPlan(

@@ -41,7 +41,9 @@ def take_items(
     task = tasks.lock(tx, seller_id, task_id)
     if task is None or task.stage == "taking":
         tasks.must_be_new(task_id, tasks.ended_task_id(tx, seller_id))
-    task = task or tasks.begin(tx, seller_id, task_id)
+    if task is None:
+        tasks.must_have_room(tx, listings, seller_id)
+        task = tasks.begin(tx, seller_id, task_id)
     if task.stage != "taking":
         raise Conflict(f"feed {task_id} takes no more items, it is {task.stage}", hint=task.reason or None)
     if position > task.position:

@@ -143,6 +143,16 @@ def lock(tx: Transaction, seller_id: str, task_id: int) -> Task | None:
     return _task((seller_id, task_id), rows.get((seller_id, task_id)))
 
 
+def must_have_room(tx: Transaction, listings: Listings, seller_id: str) -> None:
+    """Refuse yet another feed beside those that were begun and never ended."""
+    begun = sa.select(sa.func.count()).where(FEED_TASKS.c.seller_id == seller_id, FEED_TASKS.c.stage == "taking")
+    if tx.execute(begun).scalar_one() >= listings.settings.feed_tasks_max:
+        raise Conflict(
+            f"{listings.settings.feed_tasks_max} feeds of {seller_id!r} were begun and have no end",
+            hint="End one of them: those before it are superseded",
+        )
+
+
 def begin(tx: Transaction, seller_id: str, task_id: int) -> Task:
     """A new task; of two who begin it at once one runs again."""
     task = Task(
