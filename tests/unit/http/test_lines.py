@@ -108,14 +108,13 @@ def test_lines_may_name_their_only_charset(caller: Caller, kind: str) -> None:
     assert send(caller, b"1", headers={"content-type": kind}).status == 200
 
 
-def test_a_line_that_is_too_long_or_no_text_is_refused_with_its_number(open_caller: Open) -> None:
+def test_a_line_that_is_too_long_is_refused_with_its_number(open_caller: Open) -> None:
     caller = open_caller(limits_body_bytes_max=1_000, limits_message_bytes_max=1_000)
     assert send(caller, b"x" * 1_000 + b"\n").status == 200
     for chunks in ((b"1\n" + b"x" * 1_001 + b"\n",), (b"1\n", *[b"x" * 100] * 11)):
         answer = send(caller, *chunks)
         assert (answer.status, answer.slug, answer.json["place"]) == (413, "too-large", "line 1")
-    answer = send(caller, b"1\n\xff\n")
-    assert (answer.status, answer.slug, answer.json["place"]) == (400, "bad-input", "line 1")
+    assert send(caller, b"1\n\xff\n").status == 200  # what a line must be is the affair of whoever reads it
 
 
 def test_what_was_handed_over_before_an_error_stays(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
