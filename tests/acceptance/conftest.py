@@ -4,8 +4,11 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import structlog
 
 from keyfold.cli.run import run as run_command
 from tests.acceptance.served import KEYFOLD, LOGS, PROFILES, TRIAL, TYPES, UNITS, Served, Start, serving
@@ -32,10 +35,15 @@ def in_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., "subprocess.CompletedProcess[str]"]:
     """The command line within this process, which has imported what it stands on already."""
-    stopping = signal.getsignal(signal.SIGTERM)
+    stopping, logging = signal.getsignal(signal.SIGTERM), structlog.get_config()
+
+    def configure(**given: Any) -> None:
+        """A logger that remembered this configuration would go on by it in the tests that follow."""
+        structlog.configure(**given | {"cache_logger_on_first_use": False})
 
     def run(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[str]":
         with monkeypatch.context() as patch:
+            patch.setattr("keyfold.core.logs.structlog", SimpleNamespace(**vars(structlog) | {"configure": configure}))
             patch.chdir(tmp_path)
             for name, value in environ.items():
                 patch.setenv(name, value)
@@ -46,6 +54,7 @@ def in_process(
                 code = int(ended.code or 0)
             finally:
                 signal.signal(signal.SIGTERM, stopping)
+                structlog.configure(**logging)
             said = capfd.readouterr()
         return subprocess.CompletedProcess(arguments, code, said.out, said.err)
 

@@ -89,9 +89,10 @@ def _(plot: Plot) -> None:
             here = sa.and_(*(table.c[name] == row[name] for name in ("seller_id", "offer_id", "kind")))
             row["version"] += 1
             if not tx.execute(sa.update(table).where(here).values(**row)).rowcount:
-                tx.execute(sa.insert(table).values(**row))
+                insert_new(tx, table, {name: [value] for name, value in row.items()})
 
     plot.name(saving, "compare_and_set", overwrite)
+    plot.name(keeping, "compare_and_set", overwrite)
     plot.name(outbox, "insert", insert_new)
 
 

@@ -54,7 +54,8 @@ def consumers(context: Context) -> list[Consumer]:
 
 
 def loops(context: Context) -> list[Loop]:
-    scheduler = Scheduler(context, Listings.opened(context), worker_name())
+    patience = Patience(context.limits.transaction_seconds_max + 1)
+    scheduler = Scheduler(context, Listings.opened(context), worker_name(), patience)
     return [
         Loop(
             name="listings scheduler",
@@ -70,14 +71,13 @@ def loops(context: Context) -> list[Loop]:
 class Scheduler:
     """One worker's share of the shards; whoever dies leaves its shards to the others."""
 
-    def __init__(self, context: Context, listings: Listings, worker: str) -> None:
+    def __init__(self, context: Context, listings: Listings, worker: str, patience: Patience | None = None) -> None:
         self._store = context.store
         self._listings = listings
         self._rows_max = context.limits.purge_rows_max
         self._shards = Shards(context.leases, JOB, SHARDS, worker, context.settings.leases.lease_seconds)
         self._adopted: dict[int, int] = {}  # shard -> ticket
         scrubber = Scrubber(context.store, listings)
-        patience = Patience(context.limits.transaction_seconds_max + 1)
         self._work: list[Callable[[int, Guard], bool]] = [
             lambda shard, guard: walking.age(self._store, self._listings, shard, guard),
             lambda shard, guard: applying.step(self._store, self._listings, shard, guard),

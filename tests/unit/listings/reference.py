@@ -60,7 +60,7 @@ class Reference:
                 draft["version"] += 1
                 draft["at"] = max(now_us, draft["at"])
         if chosen[0] != owner:
-            draft["version"] = 1
+            draft["version"] += 1
         for key in there:
             del self.drafts[key]
             del self.current[key[0]]

@@ -104,13 +104,12 @@ class Patience:
     """How long this process has seen a preset. Whoever has read the presets before it was there has ended after the
     longest that a transaction may last, whatever the clocks of others say."""
 
-    def __init__(self, seconds: float, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._monotonic = monotonic
         self._seen_at: dict[str, float] = {}
 
     def is_over(self, row: PresetRow) -> bool:
-        now = self._monotonic()
+        now = time.monotonic()
         return now > self._seen_at.setdefault(row.walk, now) + self._seconds
 
 
