@@ -170,7 +170,7 @@ def test_a_fuzz_run_of_the_whole_api_finds_nothing(start: Start, tmp_path: Path)
             f"{served.url}/openapi.json",
             "--checks=all",
             "--seed=1",
-            "--max-examples=30",
+            "--max-examples=15",
             "--continue-on-failure",
             f"--header=Authorization: Bearer {token}",
         ],

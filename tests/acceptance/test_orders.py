@@ -3,7 +3,7 @@
 import json
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import requests
 
-from tests.acceptance.served import KEYFOLD, LOGS, Served, serving, token_for
+from tests.acceptance.served import LOGS, Served, serving, token_for
 from tests.orders import order, write_history
 
 pytestmark = pytest.mark.spec("ORD-03")
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # The request and the answer of the document.
 ASKED = {
@@ -208,14 +210,13 @@ def test_the_metrics_tell_what_became_of_orders(served: Served) -> None:
 class Terminal:
     """The command line in a directory of its own."""
 
-    def __init__(self, directory: Path, store_url: str) -> None:
+    def __init__(self, directory: Path, store_url: str, in_process: Run) -> None:
         self.directory = directory
-        self._environ = {"PATH": "/usr/bin:/bin", "KEYFOLD_STORE_URL": store_url, **LOGS}
+        self._in_process = in_process
+        self._environ = {"KEYFOLD_STORE_URL": store_url, **LOGS}
 
     def run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        done = subprocess.run(
-            [*KEYFOLD, *arguments], cwd=self.directory, env=self._environ, capture_output=True, text=True, timeout=120
-        )
+        done = self._in_process(*arguments, **self._environ)
         assert "Traceback" not in done.stderr, done.stderr
         assert "Warning" not in done.stderr, done.stderr
         return done
@@ -227,7 +228,7 @@ class Terminal:
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Terminal:
+def terminal(request: pytest.FixtureRequest, tmp_path: Path, in_process: Run) -> Terminal:
     url = f"sqlite:///{tmp_path / 'keyfold.db'}"
     if request.param == "postgresql":
         url = str(request.getfixturevalue("postgres_url"))
@@ -242,7 +243,7 @@ def terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Terminal:
         "transaction_seconds_max = 1\n"
         "lock_seconds_max = 1\n"
     )
-    made = Terminal(tmp_path, url)
+    made = Terminal(tmp_path, url, in_process)
     assert made.run("store", "upgrade").returncode == 0
     assert made.run("orders", "status").returncode == 0
     return made
@@ -299,11 +300,10 @@ def test_the_commands_fill_history_add_what_is_new_and_take_back(terminal: Termi
     assert corrected == [{"order_id": "nobody", "status": "not known"}]
 
 
-@pytest.fixture(scope="module")
-def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Terminal:
+@pytest.fixture
+def unchanged(tmp_path: Path, in_process: Run) -> Terminal:
     """A store that mistakes do not change."""
-    directory = tmp_path_factory.mktemp("mistakes")
-    made = Terminal(directory, f"sqlite:///{directory / 'keyfold.db'}")
+    made = Terminal(tmp_path, f"sqlite:///{tmp_path / 'keyfold.db'}", in_process)
     assert made.run("store", "upgrade").returncode == 0
     return made
 

@@ -1,5 +1,6 @@
 """Segments as people use them: by the command line, over HTTP, and on to the profiles of the same users."""
 
+import io
 import json
 import subprocess
 import time
@@ -11,17 +12,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.acceptance.served import KEYFOLD, PROFILES, Served, Start, token_for
+from tests.acceptance.served import PROFILES, Served, Start, token_for
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def keyfold(tmp_path: Path) -> Run:
+def keyfold(in_process: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     def run(*arguments: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*KEYFOLD, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120, input=given
-        )
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO((given or "").encode())))
+            return in_process(*arguments)
 
     return run
 
