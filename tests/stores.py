@@ -1,6 +1,7 @@
 """Fixtures of the stores: the same test runs on SQLite and on the PostgreSQL versions that we support."""
 
 import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +11,27 @@ from keyfold.core.part import named_tables
 from keyfold.core.settings import load
 from keyfold.core.store import Store, migrate
 from keyfold.parts import PARTS, settings_of_parts
+from tests.faults.effort import LONG, rotation
 from tests.servers.fixtures import fresh_database
 from tests.servers.postgres import PostgresServer
 
 STORES = ("sqlite", "postgresql-18", "postgresql-15")
+
+
+OLDEST = "postgresql-15"
+SHARES_OF_OLDEST = 2
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On the oldest server every second test, today's half or the other; all of them with KEYFOLD_FAULTS=long, or by name."""
+    if LONG or config.getoption("keyword"):
+        return
+    chosen, others = [], []
+    for item in items:
+        is_due = zlib.crc32(item.nodeid.encode()) % SHARES_OF_OLDEST == rotation() % SHARES_OF_OLDEST
+        (chosen if is_due or OLDEST not in item.nodeid else others).append(item)
+    items[:] = chosen
+    config.hook.pytest_deselected(items=others)
 
 
 def made_ready(store: Store) -> None:
