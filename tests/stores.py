@@ -23,7 +23,7 @@ SHARES_OF_OLDEST = 2
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On the oldest server every second test, today's half or the other; all of them with KEYFOLD_FAULTS=long, or by name."""
+    """On the oldest server every second test, today's half; all of them by name, or with KEYFOLD_FAULTS=long."""
     if LONG or config.getoption("keyword"):
         return
     chosen, others = [], []

@@ -13,7 +13,6 @@ from keyfold.core import progress
 from keyfold.core.consumer import Consumer
 from keyfold.core.context import Context
 from keyfold.core.errors import LeaseLost
-from keyfold.core.leases.lease import Lease
 from keyfold.core.loops import Loop
 from keyfold.core.shards import Shards
 from keyfold.core.store import Transaction
@@ -76,7 +75,6 @@ class Scheduler:
         self._listings = listings
         self._rows_max = context.limits.purge_rows_max
         self._shards = Shards(context.leases, JOB, SHARDS, worker, context.settings.leases.lease_seconds)
-        self._adopted: dict[int, int] = {}  # shard -> ticket
         scrubber = Scrubber(context.store, listings)
         self._work: list[Callable[[int, Guard], bool]] = [
             lambda shard, guard: walking.age(self._store, self._listings, shard, guard),
@@ -94,7 +92,7 @@ class Scheduler:
         failure: Exception | None = None
         for shard_id, lease in self._shards.held.items():
             try:
-                guard = self._guard(shard_id, lease)
+                guard = partial(_must_hold, shard_id, lease.ticket)
                 for work in self._work:
                     try:
                         more |= work(shard_id, guard)
@@ -104,7 +102,6 @@ class Scheduler:
                         failure = error
             except LeaseLost as error:
                 log.warning("shard lost", job=JOB, shard=shard_id, error=str(error))
-                self._adopted.pop(shard_id, None)
             except Exception as error:
                 failure = error
         if self._is_sweeping or time.monotonic() >= self._measure_at:
@@ -120,12 +117,6 @@ class Scheduler:
     def stop(self) -> None:
         self._shards.release_all()
 
-    def _guard(self, shard_id: int, lease: Lease) -> Guard:
-        if self._adopted.get(shard_id) != lease.ticket:
-            self._store.transact(lambda tx: progress.adopt(tx, JOB, shard_id, lease.ticket, JOB), name="listings adopt")
-            self._adopted[shard_id] = lease.ticket
-        return partial(_must_hold, shard_id, lease.ticket)
-
     def _measure(self) -> None:
         metrics.OVERDUE.set(self._store.read(walking.overdue_seconds))
         for stage, count in self._store.read(reporting.figures).items():
@@ -139,4 +130,5 @@ class Scheduler:
 
 def _must_hold(shard_id: int, ticket: int, tx: Transaction) -> None:
     """Refuses a worker that was overtaken while it slept; holds off whoever would overtake it now."""
+    progress.adopt(tx, JOB, shard_id, ticket, JOB)
     progress.advance(tx, JOB, shard_id, ticket, 0, 0)

@@ -50,13 +50,12 @@ class Place(Struct, frozen=True):
 
 def age(store: Store, listings: Listings, shard_id: int, guard: Guard) -> bool:
     """Move some offers of a shard that are due; whether there may be more."""
+    if not store.read(lambda tx: _due(tx, shard_id, 1)):
+        return False  # the usual case, which writes nothing
 
     def work(tx: Transaction) -> bool:
         guard(tx)
-        due = sa.select(OFFER.c.seller_id, OFFER.c.offer_id).where(
-            OFFER.c.shard_id == shard_id, OFFER.c.due_at_us <= tx.now_us
-        )
-        listed = [(row.seller_id, row.offer_id) for row in tx.execute(due.order_by(OFFER.c.due_at_us).limit(DUE_MAX))]
+        listed = _due(tx, shard_id, DUE_MAX)
         keys = saving.fitting(tx, listed)
         found = saving.load_offers(tx, keys)
         changes = [Change(saved, aged(saved.offer, listings.ages, tx.now_us)) for saved in found.values()]
@@ -69,6 +68,18 @@ def age(store: Store, listings: Listings, shard_id: int, guard: Guard) -> bool:
         return len(keys) < len(listed) or len(listed) == DUE_MAX
 
     return store.transact(work, name="listings ages")
+
+
+def _due(tx: Transaction, shard_id: int, count_max: int) -> list[tuple[str, str]]:
+    mark = "?" if tx.is_sqlite else "%s"
+    return [
+        (seller_id, offer_id)
+        for seller_id, offer_id in tx.rows(
+            f"SELECT seller_id, offer_id FROM offer WHERE shard_id = {mark} AND due_at_us <= {mark}"
+            f" ORDER BY due_at_us LIMIT {mark}",
+            (shard_id, tx.now_us, count_max),
+        )
+    ]
 
 
 def _put_off(tx: Transaction, listings: Listings, offers: Sequence[Saved]) -> None:
@@ -226,6 +237,8 @@ class Scrubber:
         if not place.seller_id:
             self._found[shard_id] = []
         sellers = self._store.read(lambda tx: _sellers(tx, shard_id, place.seller_id))
+        if not sellers and not place.seller_id:
+            return False  # nobody is there: nothing is written
         for seller_id in sellers:
             try:
                 self._found.setdefault(shard_id, []).extend(self._compared(seller_id))
