@@ -119,8 +119,7 @@ class Scheduler:
 
     def _measure(self) -> None:
         metrics.OVERDUE.set(self._store.read(walking.overdue_seconds))
-        for stage, count in self._store.read(reporting.figures).items():
-            metrics.FEEDS.labels(stage).set(count)
+        self._store.read(reporting.figures)
 
     def _sweep(self) -> bool:
         """Forget some of what is old; whether there may be more, which waits for the next step."""

@@ -272,18 +272,7 @@ def change_presets(tx: Transaction, entered: Sequence[Row], left: Sequence[Row])
     for rows, one in ((added, 1), (taken, -1)):
         for seller, number, _, _ in rows:
             counts[seller, number] = counts.get((seller, number), 0) + one
-    moved = {key: count for key, count in counts.items() if count}
-    if moved:
-        increment(
-            tx,
-            USER_OFFER_PRESETS_COUNT,
-            {
-                "seller_id": [seller for seller, _ in moved],
-                "preset_id": [number for _, number in moved],
-                "seq_no": [_seq_no()] * len(moved),
-                "offers": list(moved.values()),
-            },
-        )
+    _add(tx, USER_OFFER_PRESETS_COUNT, counts, "preset_id", "offers")
 
 
 def _preset_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
@@ -301,18 +290,7 @@ def _store_counters(tx: Transaction, changes: Sequence[tuple[Saved | None, Saved
             sums[key] = sums.get(key, 0) + change
         if SOLD in added:
             sold.append(after.offer)
-    moved = {key: change for key, change in sums.items() if change}
-    if moved:
-        increment(
-            tx,
-            USER_TOTAL_COUNTERS,
-            {
-                "seller_id": [seller for seller, _ in moved],
-                "counter_id": [name for _, name in moved],
-                "seq_no": [_seq_no()] * len(moved),
-                "counter_value": list(moved.values()),
-            },
-        )
+    _add(tx, USER_TOTAL_COUNTERS, sums, "counter_id", "counter_value")
     if sold:
         prices = [offer.price for offer in sold]
         insert(
@@ -328,9 +306,17 @@ def _store_counters(tx: Transaction, changes: Sequence[tuple[Saved | None, Saved
         )
 
 
-def _seq_no() -> int:
-    """One of the rows of a counter, so that the writers of one seller do not all wait for one row."""
-    return random.randrange(SEQ_NOS)  # noqa: S311
+def _add(tx: Transaction, table: sa.Table, sums: Mapping[tuple[str, Any], int], name: str, value: str) -> None:
+    """Add to counts of sellers, in one of the rows of each: so the writers of one seller do not all wait for one."""
+    moved = {key: change for key, change in sums.items() if change}
+    if moved:
+        columns: Columns = {
+            "seller_id": [seller for seller, _ in moved],
+            name: [counted for _, counted in moved],
+            "seq_no": [random.randrange(SEQ_NOS)] * len(moved),  # noqa: S311
+            value: list(moved.values()),
+        }
+        increment(tx, table, columns)
 
 
 class _PhotoRow(Struct, frozen=True):
@@ -361,7 +347,10 @@ class _Photos:
             self.changed.append(_PhotoRow(*key, version + 1, _encode(Photos(photos)), asked))
 
     def messages(self, tx: Transaction) -> list[Message]:
-        return [photos_message(each.seller_id, each.offer_id, each.version, each.body, tx) for each in self.changed]
+        return [
+            kind_message(tx, each.seller_id, each.offer_id, PHOTOS_KIND, each.version, each.body)
+            for each in self.changed
+        ]
 
     def requests(self, tx: Transaction) -> list[Message]:
         return [
@@ -376,10 +365,6 @@ class _Photos:
             for each in self.changed
             if each.asked
         ]
-
-
-def photos_message(seller_id: str, offer_id: str, version: int, body: bytes, tx: Transaction) -> Message:
-    return kind_message(tx, seller_id, offer_id, PHOTOS_KIND, version, body)
 
 
 def kind_message(tx: Transaction, seller_id: str, offer_id: str, kind: str, version: int, body: bytes) -> Message:
@@ -407,9 +392,3 @@ def rounds(items: Sequence[tuple[str, int]]) -> list[list[int]]:
             made.append([])
         made[number].append(index)
     return made
-
-
-def decoded(body: str | bytes) -> Mapping[str, Any]:
-    """A body as it stands, for whoever shows it."""
-    found: Mapping[str, Any] = msgspec.json.decode(body)
-    return found
