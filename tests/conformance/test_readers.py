@@ -10,6 +10,7 @@ import pytest
 from keyfold.core.errors import DataRefused, LostRace, StoreUnreachable
 from keyfold.core.limits import Limits
 from keyfold.core.store import Store, Transaction, migrate, shapes
+from keyfold.core.store.pqcursor import PREPARED_MAX
 from keyfold.tally.tables import TALLIES
 
 pytestmark = pytest.mark.spec("CORE-01", "CORE-04")
@@ -134,6 +135,54 @@ class TestPostgres:
     def test_a_connection_is_used_again(self, postgres_url: str) -> None:
         store = Store.open(postgres_url)
         assert len({store.read(backend) for _ in range(10)}) == 1
+        store.close()
+
+    def test_parameters_of_every_kind_come_back_alike_prepared_or_not(self, postgres_url: str) -> None:
+        store = Store.open(postgres_url)
+        some = [
+            "",
+            "a",
+            "é 'quoted' \\ \" % %s $1",
+            None,
+            0,
+            -1,
+            2**15,
+            2**31,
+            -(2**63),
+            1.5,
+            True,
+            b"\0\xff",
+            ["a,", "{}"],
+        ]
+        sql = "SELECT %s::{}, '%%', %s::text"
+        kinds = {str: "text", int: "bigint", float: "float8", bool: "bool", bytes: "bytea", list: "text[]"}
+        for _ in range(4):
+            for each in some:
+                asked = sql.format(kinds.get(type(each), "text"))
+                found = store.read(lambda tx, asked=asked, each=each: tx.rows(asked, (each, "x")))  # type: ignore[misc]
+                assert found == [(each, "%", "x")]
+            assert store.read(lambda tx: tx.rows("SELECT 1 WHERE false")) == []
+        store.close()
+
+    def test_more_statements_than_are_prepared_are_read_alike(self, postgres_url: str) -> None:
+        store = Store.open(postgres_url)
+        for _ in range(3):
+            for number in range(PREPARED_MAX + 10):
+                assert store.read(lambda tx, n=number: tx.rows(f"SELECT {n}")) == [(number,)]  # type: ignore[misc]
+        assert store.read(lambda tx: tx.rows("SELECT count(*) FROM pg_prepared_statements"))[0][0] <= PREPARED_MAX + 10
+        store.close()
+
+    def test_a_read_goes_on_where_its_table_was_changed(self, postgres_url: str) -> None:
+        store = Store.open(postgres_url)
+        store.transact(lambda tx: tx.driver("CREATE TABLE changing AS SELECT 1 AS a"))
+        asked = "SELECT * FROM changing"
+        for column in range(3):
+            for _ in range(4):
+                assert store.read(lambda tx: tx.rows(asked)) == [(1, *range(column))]
+            change = f"ALTER TABLE changing ADD COLUMN b{column} int DEFAULT {column}"
+            store.transact(lambda tx, change=change: tx.driver(change))  # type: ignore[misc]
+        store.read(lambda tx: tx.driver("DEALLOCATE ALL"))
+        assert store.read(lambda tx: tx.rows(asked)) == [(1, 0, 1, 2)]
         store.close()
 
     def test_a_read_is_tried_again_where_all_connections_broke(self, postgres_url: str) -> None:

@@ -5,23 +5,19 @@ no answer: it is then read the usual way, which knows what errors mean and when 
 """
 
 import asyncio
-import itertools
-import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 import psycopg
 import structlog
 from psycopg import pq
 from psycopg.adapt import Transformer
 
+from keyfold.core.store.pqcursor import BINARY, Row, numbered
+
 log = structlog.get_logger(__name__)
 
-Row = tuple[Any, ...]
 OPEN_AGAIN_SECONDS = 1.0
-BINARY = 1
-_PLACE = re.compile("%s")
 
 
 class LoopConnection:
@@ -44,8 +40,7 @@ class LoopConnection:
         name = self._prepared.get(sql)
         if name is None:
             name = b"loop_%d" % len(self._prepared)
-            numbers = itertools.count(1)
-            self._pgconn.send_prepare(name, _PLACE.sub(lambda _: f"${next(numbers)}", sql).encode())
+            self._pgconn.send_prepare(name, numbered(sql))
             await self._result()
             self._prepared[sql] = name
         self._pgconn.send_query_prepared(name, [each.encode() for each in parameters], result_format=BINARY)

@@ -43,7 +43,7 @@ class PostgresEngine:
 
     def __init__(self, url: sa.URL, limits: Limits, connections_max: int) -> None:
         try:
-            import psycopg  # noqa: F401
+            from keyfold.core.store.pqcursor import PqCursor
         except ImportError:
             raise StoreRefused("psycopg is not installed", hint="pip install 'keyfold[postgres]'") from None
         milliseconds = {
@@ -72,7 +72,7 @@ class PostgresEngine:
             connect_args=self._connect_args,
         )
         reader = self._engine.execution_options(isolation_level="AUTOCOMMIT")
-        self.readers = Readers(reader.connect, self.cursor, connections_max // READERS_SHARE)
+        self.readers = Readers(reader.connect, PqCursor, connections_max // READERS_SHARE)
         self._citus: bool | None = None
         self.loop_reader: LoopReader | None = self._loop_reader() if has_loop_reader else None
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
+CURSOR = "reader"
+
 
 class Reader:
     """A connection without a transaction, and the driver's own cursor on it."""
@@ -26,6 +28,7 @@ class Readers:
     """
 
     def __init__(self, connect: Callable[[], sa.Connection], cursor: Callable[[Any], Any], kept_max: int) -> None:
+        """`cursor` makes one on a connection of the driver, which has it as long as it is open."""
         self._connect = connect
         self._cursor = cursor
         self._kept_max = kept_max
@@ -61,7 +64,9 @@ class Readers:
     def _opened(self) -> Reader:
         connection = self._connect()
         try:
-            return Reader(connection, self._cursor(connection.connection.dbapi_connection))
+            if CURSOR not in connection.info:
+                connection.info[CURSOR] = self._cursor(connection.connection.dbapi_connection)
+            return Reader(connection, connection.info[CURSOR])
         except BaseException:
             connection.close()
             raise
