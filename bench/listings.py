@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from bench import stores
 from bench.serving import LoadFailed, prepared
@@ -113,15 +115,17 @@ def listings_at(url: str) -> Iterator[tuple[Context, Listings]]:
 def fill(url: str, count: int, seller_of: Callable[[int], str] = seller_at) -> None:
     """Active offers with all that belongs to them, as the product writes them; presets must be in force already.
 
-    The counts were compared today, so that the scrubber, which does that once a day, does not do it in a race.
+    They are written in the order of their keys, or a store that is larger than the memory would be read and written at
+    random. The counts were compared today, so that the scrubber, which does that once a day, does not do it in a race.
     """
     contents = [content_of(number) for number in range(64)]
     counted: dict[str, int] = {}
     tables = {name: stores.filling(url, name) for name in ("offer", "offer_ids", "user_offer_presets")}
+    numbers = _in_key_order(count, seller_of)
     for start in range(0, count, FILL_OFFERS):
         some = [
             offer_at(number, seller_of(number), contents[number % 64])
-            for number in range(start, min(start + FILL_OFFERS, count))
+            for number in numbers[start : start + FILL_OFFERS].tolist()
         ]
         for offer in some:
             counted[offer.seller_id] = counted.get(offer.seller_id, 0) + 1
@@ -134,6 +138,13 @@ def fill(url: str, count: int, seller_of: Callable[[int], str] = seller_at) -> N
     for table in tables.values():
         table.close()
     _fill_counted(url, counted)
+
+
+def _in_key_order(count: int, seller_of: Callable[[int], str]) -> "NDArray[np.int64]":
+    numbers = np.arange(count, dtype=np.int64)
+    sellers = [seller_of(number) for number in range(count)]
+    places = {seller: place for place, seller in enumerate(sorted(set(sellers)))}
+    return np.lexsort((numbers * SCATTER % IDS, np.array([places[seller] for seller in sellers], np.int64)))
 
 
 def _offers(some: Sequence[Offer]) -> Columns:

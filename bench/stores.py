@@ -1,6 +1,7 @@
 """Fresh stores for the sides of a race: a SQLite file, or a database on a PostgreSQL 18 that syncs every commit."""
 
 import itertools
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,8 +16,15 @@ from tests.servers.postgres import PostgresServer
 
 NewUrl = Callable[[], str]
 
-# A checkpoint in the middle of one side would be charged to that side alone.
-POSTGRES_SETTINGS = {"shared_buffers": "512MB", "max_wal_size": "8GB", "checkpoint_timeout": "1h"}
+MEMORY_MEGABYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+
+# A quarter of the memory, as PostgreSQL's manual advises. A checkpoint in the middle of one side would be charged to
+# that side alone.
+POSTGRES_SETTINGS = {
+    "shared_buffers": f"{MEMORY_MEGABYTES // 4}MB",
+    "max_wal_size": "8GB",
+    "checkpoint_timeout": "1h",
+}
 
 _numbers = itertools.count(1)
 
@@ -35,11 +43,14 @@ def postgres() -> Iterator[NewUrl]:
         yield lambda: server.create_database(f"bench_{next(_numbers)}")
 
 
+KINDS = {"SQLite": sqlite, "PostgreSQL": postgres}
+
+
 @contextmanager
 def each_kind() -> Iterator[dict[str, NewUrl]]:
     """Both stores by their name."""
     with ExitStack() as stack:
-        yield {"SQLite": stack.enter_context(sqlite()), "PostgreSQL": stack.enter_context(postgres())}
+        yield {kind: stack.enter_context(opened()) for kind, opened in KINDS.items()}
 
 
 def filling(url: str, table: str) -> "SqliteFill | PostgresFill":

@@ -67,10 +67,6 @@ class Tab:
         self.page.goto(f"{url}/docs")
         self.page.wait_for_selector("nav a.start")
 
-    def _complain(self, line: Any) -> None:
-        if "Content Security" in line.text:
-            self.complaints.append(line.text)
-
     def choose(self, operation: str) -> None:
         self.page.click(f"nav a[href='#{operation}']")
         self.page.wait_for_selector("#go")
