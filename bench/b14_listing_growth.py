@@ -1,6 +1,6 @@
 """Growth of listings: edits/s and the p99 of a read of 10 offers, on stores of 0.1 M and 1 M offers, and of 10 M.
 
-Set KEYFOLD_BENCH_GROWTH=full for the store of 10 M (some 30 gigabytes of disk a kind of store, and a long fill). The
+Set KEYFOLD_BENCH_GROWTH=full for the store of 10 M (43 GB of disk on SQLite, 20 on PostgreSQL, and a long fill). The
 stores of all sizes stand side by side and take turns. They are filled directly, as in b10_listing_reads: offers of 2 KB
 under ids that are scattered over the key space, half of them of one seller. An edit gives an offer another price; edits
 come in transactions of 500, all offers equally likely. Reads are of 10 ids, in process, one caller. "flat within 1.5×"

@@ -74,6 +74,9 @@ def test_a_support_desk_finds_offers_sellers_and_drift(keyfold: Run, tmp_path: P
     assert told(keyfold("feed", "7", "--json")) == []
     assert "has no feed 1" in keyfold("feed", "7", "1").stderr
     assert "--approve needs the TASK" in keyfold("feed", "7", "--approve").stderr
+    assert "for all feeds of a seller" in keyfold("feed", "7", "1", "--restart").stderr
+    assert "there is no seller" in keyfold("feed", "nobody", "--restart").stderr
+    assert "may have any task id" in keyfold("feed", "7", "--restart").stdout
     waiting = told(keyfold("export-status", "--json"))
     assert sum(each["pending"] for each in waiting) == 3
     assert "3 changes wait to go to offers" in keyfold("export-status").stdout

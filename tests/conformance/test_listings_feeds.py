@@ -26,7 +26,7 @@ from keyfold.http import body as bodies
 from keyfold.listings.model import SHARDS, Offer, moved, shard_of
 from keyfold.listings.part import PART
 from keyfold.listings.service import saving
-from keyfold.listings.service.feeds import applying, planning, reporting, staging, sweeping, tasks
+from keyfold.listings.service.feeds import applying, planning, reporting, restarting, staging, sweeping, tasks
 from keyfold.listings.service.feeds.items import read_line
 from keyfold.listings.service.feeds.reporting import Problem
 from keyfold.listings.service.feeds.tasks import FeedShown
@@ -1145,3 +1145,61 @@ def test_a_token_sees_the_feeds_of_its_own_sellers_and_needs_the_scope(caller: C
     assert product.shown(1, "8").position == 1
     for task in ("0", "-1", "x", str(2**63)):
         assert caller("GET", f"/v1/feeds/7/{task}").status == 400
+
+
+# Restart -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("LST-12")
+def test_feeds_begin_again_after_one_with_far_too_great_a_task_id(make: Callable[..., Feeds]) -> None:
+    feeds = make(listings__feed_delete_share_max=1)
+    feeds.ids(1, "a", "b", "c")
+    before = {name: offer.offer_id for name, offer in feeds.by_external_id().items()}
+    feeds.feed(2**62, item("a"), item("b"))
+    with pytest.raises(Conflict, match="changes nothing"):
+        feeds.send(3, item("a"))
+    feeds.send(2**62 + 1, item("a"))  # has no end
+    done = restarting.restart(feeds.store, SELLER, "somebody")
+    assert done == restarting.Restarted(SELLER, 2**62, superseded=1, offers=3)
+    assert feeds.shown(2**62 + 1).stage == "superseded"
+    assert feeds.live() == {"a", "b"}
+    feeds.ids(3, "b", "c", "d")
+    assert feeds.live() == {"b", "c", "d"}
+    after = {name: offer.offer_id for name, offer in feeds.by_external_id().items()}
+    assert (after["b"], after["c"]) == (before["b"], before["c"])  # also the one that a feed had removed
+    with pytest.raises(Conflict, match="changes nothing"):
+        feeds.send(2, item("a"))
+    assert feeds.rows("SELECT actor, detail FROM audit WHERE act = 'feeds restarted'") == [
+        ("somebody", f"{SELLER}: feed {2**62} was the last")
+    ]
+    with pytest.raises(NotFound):
+        restarting.restart(feeds.store, "nobody", "somebody")
+
+
+class Interrupted:
+    """A store on which something happens before the last transactions of a restart."""
+
+    def __init__(self, feeds: Feeds, happens: Callable[[], object]) -> None:
+        self._feeds = feeds
+        self._happens = happens
+        self._transactions = 0
+
+    def transact(self, work: Callable[[Transaction], Any], **named: Any) -> Any:
+        self._transactions += 1
+        if self._transactions == 3:
+            self._happens()
+        return self._feeds.store.transact(work, **named)
+
+
+@pytest.mark.spec("LST-12")
+def test_a_restart_of_feeds_is_refused_where_one_ends_meanwhile(make: Callable[..., Feeds]) -> None:
+    feeds = make(listings__feed_delete_share_max=1)
+    feeds.ids(2**62, "a", "b")
+    store: Any = Interrupted(feeds, lambda: feeds.ids(2**62 + 1, "b"))
+    with pytest.raises(Conflict, match="meanwhile"):
+        restarting.restart(store, SELLER, "somebody")
+    with pytest.raises(Conflict, match="changes nothing"):
+        feeds.ids(1, "a")
+    restarting.restart(feeds.store, SELLER, "somebody")
+    feeds.ids(1, "a")
+    assert feeds.live() == {"a"}

@@ -110,13 +110,22 @@ def feed(
     seller_id: SellerArgument,
     task: Annotated[int | None, typer.Argument(metavar="[TASK]", help="one feed; the newest ones if left out")] = None,
     approve: Annotated[bool, typer.Option("--approve", help="Let a feed that is held go on.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Let feeds begin again with a smaller task id; offers stay as they are.")
+    ] = False,
     after: Annotated[str, typer.Option(metavar="PLACE", help="Problems behind this place.")] = "",
     limit: Annotated[int, typer.Option(min=1, max=1_000, help="Problems shown, or feeds.")] = 20,
 ) -> Answer:
     """Show the feeds of a seller, or one with its plan and problems."""
-    from keyfold.listings.service.feeds import reporting, tasks
+    from keyfold.listings.service.feeds import reporting, restarting, tasks
 
     context, listings = _opened(ctx)
+    if restart:
+        if task is not None or approve:
+            raise BadInput("--restart is for all feeds of a seller", place="TASK")
+        done = restarting.restart(context.store, seller_id, ACTOR)
+        lines = [f"the next feed of {printable(seller_id)} may have any task id that was not used"]
+        return Answer(data=done, lines=lines, notes=[f"{done.superseded} unfinished feeds were given up"])
     if task is None:
         if approve:
             raise BadInput("--approve needs the TASK", place="TASK")

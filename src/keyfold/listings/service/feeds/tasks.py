@@ -201,7 +201,7 @@ def must_be_new(task_id: int, ended: int | None) -> None:
 
 def end_task(tx: Transaction, listings: Listings, seller_id: str, task_id: int, items: int) -> FeedShown:
     """The end has come: of `items` items, all of which must have been taken. Older tasks are superseded."""
-    ended = _lock_seller(tx, seller_id)
+    ended = lock_seller(tx, seller_id)
     task = lock(tx, seller_id, task_id)
     if task is None or not task.counts.has_ended:
         must_be_new(task_id, ended)
@@ -219,7 +219,7 @@ def end_task(tx: Transaction, listings: Listings, seller_id: str, task_id: int, 
     task = task or begin(tx, seller_id, task_id)
     counts = msgspec.structs.replace(task.counts, has_ended=True)
     tx.execute(sa.update(SELLERS).where(SELLERS.c.seller_id == seller_id).values(ended_task_id=task_id))
-    _supersede_older(tx, seller_id, task_id)
+    supersede(tx, seller_id, f"feed {task_id} has ended", before=task_id)
     tx.after_commit.append(lambda: listings.topics.ring(ENDED))
     return shown(save(tx, msgspec.structs.replace(task, stage="ended", counts=counts)))
 
@@ -238,7 +238,8 @@ def approve(tx: Transaction, listings: Listings, seller_id: str, task_id: int, a
     return shown(save(tx, msgspec.structs.replace(task, stage="applying", reason="", counts=counts)))
 
 
-def _lock_seller(tx: Transaction, seller_id: str) -> int | None:
+def lock_seller(tx: Transaction, seller_id: str) -> int | None:
+    """The newest task of a seller whose end has come; no other comes to its end until this transaction ends."""
     saving.store_sellers(tx, [seller_id])
     there = SELLERS.c.seller_id == seller_id
     locked = sa.update(SELLERS).where(there).values(ended_task_id=SELLERS.c.ended_task_id)
@@ -246,21 +247,12 @@ def _lock_seller(tx: Transaction, seller_id: str) -> int | None:
     return ended
 
 
-def _supersede_older(tx: Transaction, seller_id: str, task_id: int) -> None:
-    tx.execute(
-        sa.update(FEED_TASKS)
-        .where(
-            FEED_TASKS.c.seller_id == seller_id,
-            FEED_TASKS.c.task_id < task_id,
-            FEED_TASKS.c.stage.in_(UNFINISHED),
-        )
-        .values(
-            version=FEED_TASKS.c.version + 1,
-            stage="superseded",
-            reason=f"feed {task_id} has ended",
-            moved_at_us=tx.now_us,
-        )
-    )
+def supersede(tx: Transaction, seller_id: str, reason: str, before: int | None = None) -> int:
+    """Give up the unfinished tasks of a seller, or those before another; returns how many."""
+    older = [FEED_TASKS.c.task_id < before] if before is not None else []
+    chosen = (FEED_TASKS.c.seller_id == seller_id, FEED_TASKS.c.stage.in_(UNFINISHED), *older)
+    changes = {"stage": "superseded", "reason": reason, "moved_at_us": tx.now_us}
+    return tx.execute(sa.update(FEED_TASKS).where(*chosen).values(version=FEED_TASKS.c.version + 1, **changes)).rowcount
 
 
 def _task(key: tuple[str, int], row: tuple[object, ...] | None) -> Task | None:
