@@ -206,6 +206,20 @@ class TestPostgres:
         put(store, ["a"])
         store.close()
 
+    def test_a_slow_read_holds_up_no_other_thread(self, postgres_url: str) -> None:
+        store = Store.open(postgres_url)
+        sleep = "SELECT pg_sleep(%s)"
+        for _ in range(2):
+            store.read(lambda tx: tx.rows(sleep, (0.0,)))  # so that it is prepared
+        slow = threading.Thread(target=lambda: store.read(lambda tx: tx.rows(sleep, (1.0,))))
+        slow.start()
+        reads = 0
+        while slow.is_alive():
+            store.read(backend)
+            reads += 1
+        assert reads > 2
+        store.close()
+
     def test_a_read_that_takes_too_long_is_ended_and_the_next_is_not_hurt(self, postgres_url: str) -> None:
         store = Store.open(postgres_url, limits=Limits(transaction_seconds_max=1, lock_seconds_max=1))
         with pytest.raises(LostRace, match="statement timeout"):

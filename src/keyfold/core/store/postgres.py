@@ -40,6 +40,7 @@ class PostgresEngine:
     """Opens connections to one database and says what its errors mean."""
 
     name = "postgresql"
+    joins_bytes = False
 
     def __init__(self, url: sa.URL, limits: Limits, connections_max: int) -> None:
         try:

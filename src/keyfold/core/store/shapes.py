@@ -3,6 +3,7 @@
 Each is one statement (or one executemany on SQLite) for the whole batch, in key order, over the primary key.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -12,7 +13,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from keyfold.core.errors import LostRace
-from keyfold.core.store import batch
+from keyfold.core.store import batch, onerow
 from keyfold.core.store.batch import Columns, Row
 from keyfold.core.store.schema import SIGN_BIT, UInt64, key_names
 from keyfold.core.store.store import Transaction
@@ -28,6 +29,8 @@ COPY_BYTES_MIN = 16_000
 # Of a load: so few keys are VALUES, whose plan PostgreSQL keeps (60 µs for four keys); with arrays, whose lengths it
 # looks at, it plans each time anew (120 µs).
 LOAD_ROWS = 8
+# Of a load from SQLite: with so many keys its rows come as one. With fewer there is little to wait for.
+ONE_ROW_KEYS_MIN = 64
 
 
 def increment(
@@ -199,8 +202,8 @@ def lookup(table: sa.Table, keys: Columns, wanted: tuple[str, ...]) -> Lookup | 
 
 @cache
 def _lookup_sql(table: sa.Table, keys: tuple[str, ...], wanted: tuple[str, ...], count: int) -> str:
-    before, after = _load_sql(table, keys, wanted, is_sqlite=False)
-    return f"{before}{batch.values_sql(table, keys, count)}{after}"
+    joined = _load_sql(table, keys, is_sqlite=False)
+    return f"SELECT {_qualified(table, wanted)} FROM ({batch.values_sql(table, keys, count)}{joined}"
 
 
 def load_rows(tx: Transaction, table: sa.Table, keys: Columns, wanted: tuple[str, ...]) -> list[Row]:
@@ -211,20 +214,32 @@ def load_rows(tx: Transaction, table: sa.Table, keys: Columns, wanted: tuple[str
         return _signed_back(tx.rows(few.sql, few.parameters), table, wanted)
     if alike := _alike(tx, keys):
         return _load_alike(tx, table, keys, wanted, alike)
-    before, after = _load_sql(table, tuple(keys), wanted, tx.is_sqlite)
+    joined = _load_sql(table, tuple(keys), tx.is_sqlite)
     found: list[Row] = []
     for piece in batch.slices(tx, keys):
         rendered, parameters = batch.source(tx, table, piece, LOAD_ROWS)
-        found += tx.rows(f"{before}{rendered}{after}", parameters)
+        count = len(next(iter(piece.values())))
+        found += _fetched(tx, table, wanted, f" FROM ({rendered}{joined}", parameters, count)
     return _signed_back(found, table, wanted)
 
 
 @cache
-def _load_sql(table: sa.Table, keys: tuple[str, ...], wanted: tuple[str, ...], is_sqlite: bool) -> tuple[str, str]:
-    """What stands before the batch, and behind it."""
+def _load_sql(table: sa.Table, keys: tuple[str, ...], is_sqlite: bool) -> str:
+    """What stands behind the batch."""
     joined = " AND ".join(f"{table.name}.{name} = batch.{name}" for name in keys)
     alias = "" if is_sqlite else f" ({', '.join(keys)})"
-    return f"SELECT {_qualified(table, wanted)} FROM (", f") AS batch{alias} JOIN {table.name} ON {joined}"
+    return f") AS batch{alias} JOIN {table.name} ON {joined}"
+
+
+def _fetched(
+    tx: Transaction, table: sa.Table, wanted: tuple[str, ...], source: str, parameters: Any, keys: int
+) -> list[Row]:
+    """The wanted columns of so many keys; `source` follows them in the statement."""
+    if tx.engine.joins_bytes and keys >= ONE_ROW_KEYS_MIN:
+        with contextlib.suppress(sa.exc.DataError):  # more than SQLite joins: row by row they may yet fit
+            (row,) = tx.rows(f"SELECT {onerow.picked(table, wanted)}{source}", parameters)
+            return onerow.rows(table, wanted, row)
+    return tx.rows(f"SELECT {_qualified(table, wanted)}{source}", parameters)
 
 
 def _alike(tx: Transaction, keys: Columns) -> str:
@@ -242,24 +257,22 @@ def _load_alike(
     """The usual case: a list of values is read faster than rows (twenty keys on SQLite: 70 µs instead of 90)."""
     same = tuple(name for name in keys if name != differing)
     given = [values[0] for values in batch.stored(table, {name: keys[name][:1] for name in same})]
-    rows = tx.rows(
-        _alike_sql(table, same, differing, wanted, tx.is_sqlite),
-        (batch.listed(tx, table, differing, keys[differing]), *given),
-    )
-    return _signed_back(rows, table, wanted)
+    parameters = (batch.listed(tx, table, differing, keys[differing]), *given)
+    source = _alike_sql(table, same, differing, tx.is_sqlite)
+    return _signed_back(_fetched(tx, table, wanted, source, parameters, len(keys[differing])), table, wanted)
 
 
 @cache
-def _alike_sql(table: sa.Table, same: tuple[str, ...], differing: str, wanted: tuple[str, ...], is_sqlite: bool) -> str:
-    """CROSS, because SQLite, which sees that the other columns are given, would else go through the table first."""
+def _alike_sql(table: sa.Table, same: tuple[str, ...], differing: str, is_sqlite: bool) -> str:
+    """What follows the columns. CROSS, because SQLite, which sees that the other columns are given, would else go
+    through the table first."""
     mark = "?" if is_sqlite else "%s"
     given = "".join(f" AND {table.name}.{name} = {mark}" for name in same)
-    picked = f"SELECT {_qualified(table, wanted)} FROM"
     if is_sqlite:
         listed = batch.listed_source(table, differing)
-        return f"{picked} ({listed}) AS batch CROSS JOIN {table.name} ON {table.name}.{differing} = batch.value{given}"
+        return f" FROM ({listed}) AS batch CROSS JOIN {table.name} ON {table.name}.{differing} = batch.value{given}"
     any_of = batch.array_source(table, differing)
-    return f"{picked} {table.name} WHERE {table.name}.{differing} = ANY({any_of}){given}"
+    return f" FROM {table.name} WHERE {table.name}.{differing} = ANY({any_of}){given}"
 
 
 def locking_load(tx: Transaction, table: sa.Table, keys: Columns, wanted: Sequence[str]) -> dict[Row, Row]:
@@ -450,7 +463,8 @@ def _add_up(table: sa.Table, how: tuple[tuple[str, str], ...], is_sqlite: bool) 
     return f"ON CONFLICT ({', '.join(key_names(table))}) DO UPDATE SET {changes}"
 
 
-def _qualified(table: sa.Table, names: Sequence[str]) -> str:
+@cache
+def _qualified(table: sa.Table, names: tuple[str, ...]) -> str:
     return ", ".join(f"{table.name}.{name}" for name in names)
 
 

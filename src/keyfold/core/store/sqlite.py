@@ -28,6 +28,7 @@ from keyfold.core.errors import (
     StoreUnreachable,
 )
 from keyfold.core.limits import Limits
+from keyfold.core.store import onerow
 from keyfold.core.store.readers import Readers
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class SqliteEngine:
         if not self.path.parent.is_dir():
             raise StoreRefused(f"there is no directory {self.path.parent}", hint="Make it, or name another file")
         self._module = driver()
+        self.joins_bytes = onerow.joins_bytes(self._module)
         self._turnstile = Turnstile(self.path, limits.lock_seconds_max)
         options: dict[str, Any] = {
             "module": self._module,

@@ -36,6 +36,7 @@ class Engine(Protocol):
     """What a database brings: connections, commit, its clock, and the meaning of its errors."""
 
     name: str
+    joins_bytes: bool  # whether many rows may come as one (`onerow`)
     readers: Readers
     loop_reader: "LoopReader | None"  # where the event loop need not hand a small read to a thread
 
