@@ -101,7 +101,7 @@ def test_rows_come_as_one_where_bytes_are_joined_whole(store: Store, monkeypatch
 
 @pytest.mark.parametrize("module", [driver(), sqlite3])
 def test_whether_bytes_are_joined_whole_is_found_out(module: Any) -> None:
-    """Whatever it says, it must be so: an older SQLite ends at the first NUL."""
+    """Whatever it says must be so."""
     connection = module.connect(":memory:")
     joined = connection.execute(
         "SELECT CAST(group_concat(CAST(column1 AS TEXT), '') AS BLOB) FROM (VALUES (x'610062'), (x'00ff'))"

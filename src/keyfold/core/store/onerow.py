@@ -42,7 +42,7 @@ def rows(table: sa.Table, names: Sequence[str], row: Row) -> list[Row]:
 
 
 def joins_bytes(driver: Any) -> bool:
-    """Whether the SQLite of a driver joins bytes whole; older ones end at the first NUL."""
+    """Whether the SQLite of a driver joins bytes whole, also behind a NUL: it is nowhere promised."""
     some = b"\0\xff\0a"
     connection = driver.connect(":memory:")
     try:
