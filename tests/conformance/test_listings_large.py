@@ -32,6 +32,7 @@ class Others:
     def __init__(self, product: Feeds) -> None:
         self._product = product
         self._stopping = threading.Event()
+        self._cursor, self._seen = "", set[str]()  # of the walk
         self.failures: list[BaseException] = []
         self.done = [0] * (WRITERS + 1)
         works = [self._write] * WRITERS + [self._leaf]
@@ -74,16 +75,14 @@ class Others:
 
     def _leaf(self, _: int) -> None:
         """Whatever changes meanwhile, a walk goes on behind the page before and meets no offer twice."""
-        cursor, seen = "", set[str]()
-        while not self._stopping.is_set():
-            page = self._page(cursor)
-            ids = {each.offer_id for each in page.offers}
-            assert len(ids) == len(page.offers)
-            assert not ids & seen
-            seen |= ids
-            if not page.cursor:
-                return
-            cursor = page.cursor
+        page = self._page(self._cursor)
+        ids = {each.offer_id for each in page.offers}
+        assert len(ids) == len(page.offers)
+        assert not ids & self._seen
+        self._cursor = page.cursor
+        self._seen |= ids
+        if not page.cursor:
+            self._seen = set()
 
     def _page(self, cursor: str) -> cabinet.PageOf:
         return self._product.store.read(lambda tx: cabinet.page(tx, SELLER, "all", cursor, 100))
