@@ -13,7 +13,8 @@ import structlog
 from psycopg import pq
 from psycopg.adapt import Transformer
 
-from keyfold.core.store.pqcursor import BINARY, Row, numbered
+from keyfold.core.store.batch import Row
+from keyfold.core.store.pqcursor import BINARY, numbered
 
 log = structlog.get_logger(__name__)
 

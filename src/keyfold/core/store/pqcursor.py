@@ -13,10 +13,10 @@ import psycopg
 from psycopg import errors, pq
 from psycopg.adapt import PyFormat, Transformer
 
+from keyfold.core.store.batch import Row
+
 BINARY = 1
 PREPARED_MAX = 200  # statements a connection
-
-Row = tuple[Any, ...]
 
 _PLACE = re.compile("%%|%s")
 _names = itertools.count()  # a connection comes back from the pool with what was prepared on it
