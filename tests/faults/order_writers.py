@@ -72,16 +72,13 @@ def taken_back_by_two(orders: Orders, *, rounds: int = ROUNDS) -> list[str]:
     sent = [make_order(number, "busy") for number in range(rounds)]
     count(orders, sent)
 
-    def correct(_: int) -> list[str]:
-        said = []
-        for each in sent:
-            found = orders.store.transact(
-                lambda tx, each=each: correct_orders(tx, orders.unit, [each.order_id], "refund", "x"), name="correct"
-            )
-            said += [one.order_id for one in found if one.status == "corrected"]
-        return said
+    def correct(order_id: str) -> list[str]:
+        found = orders.store.transact(
+            lambda tx: correct_orders(tx, orders.unit, [order_id], "refund", "x"), name="correct"
+        )
+        return [one.order_id for one in found if one.status == "corrected"]
 
-    said = [order_id for each in at_once(correct, range(WORKERS)) for order_id in each]
+    said = [each for one in sent for found in at_once(correct, [one.order_id] * WORKERS) for each in found]
     wrong = [] if sorted(said) == sorted(each.order_id for each in sent) else [f"X2: taken back were {sorted(said)}"]
     return wrong + broken_in(orders, sent, taken_back=[each.order_id for each in sent])
 

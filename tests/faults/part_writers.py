@@ -53,20 +53,22 @@ class Busy(NamedTuple):
 def busy(writing: Writing[Item], *, batches: int = 25) -> Busy:
     """Two workers of which nine in ten items are of one key; every second item was sent to both."""
     numbers = [_numbers(worker, batches * BATCH) for worker in range(WORKERS)]
-
-    def work(own: Sequence[int]) -> list[Item]:
-        made = [writing.make(number, _key(number)) for number in own]
-        for at in range(0, len(made), BATCH):
-            writing.count(made[at : at + BATCH])
-        return made
-
-    sent = [each for made in at_once(work, numbers) for each in made]
+    made = [[writing.make(number, _key(number)) for number in own] for own in numbers]
+    for turn in range(batches):  # in step, or one may stay behind the other for good
+        at_once(writing.count, [_batch(own, worker, turn) for worker, own in enumerate(made)])
+    sent = [each for own in made for each in own]
     return Busy(writing.broken_in(sent), sum(_key(number) == "busy" for own in numbers for number in own))
 
 
 def _numbers(worker: int, count: int) -> list[int]:
     """Even numbers are shared by all workers, odd ones are of one."""
     return [number if number % 2 == 0 else number + 10_001 * worker * 2 for number in range(count)]
+
+
+def _batch(made: Sequence[Item], worker: int, turn: int) -> Sequence[Item]:
+    """By turns all workers send what they share at once, and one of them what another sends next."""
+    at = (turn ^ 1 if worker and turn % 4 >= 2 else turn) * BATCH
+    return made[at : at + BATCH]
 
 
 def _key(number: int) -> str:

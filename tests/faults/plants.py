@@ -122,7 +122,7 @@ def look_then_insert(insert_new: Callable[..., Any]) -> Callable[..., set[Any]]:
 
     def insert(tx: Transaction, table: sa.Table, columns: Any) -> set[Any]:
         new = not_there(tx, table, columns)
-        time.sleep(0.002)  # on a quick machine the two would seldom meet here
+        time.sleep(0.01)  # on a quick machine the two would seldom meet here
         insert_new(tx, table, columns)
         return new
 

@@ -28,7 +28,11 @@ NAMES = ("a", "b", "c", "d")
 USERS = tuple(range(40))
 OPTIONS: dict[str, Any] = {"chunk_users_max": 5, "batch_rows": 16, "remove_share_max": 1.0}
 LOOK_ROUNDS = 3
-PAUSED_LEASE_SECONDS = 1
+PAUSED: dict[str, Any] = {
+    "leases__lease_seconds": 1,
+    "limits__transaction_seconds_max": 3,  # of a transaction that keeps the lease while it is renewed, too
+    "limits__lock_seconds_max": 2,
+}
 PAUSED_BEFORE_CHUNK = 2
 BETWEEN_TRIES_SECONDS = 0.02
 
@@ -133,7 +137,7 @@ def races() -> int:
 
 def overtaken(url: str, folder: Path, *, plant: str = "") -> tuple[str, list[str]]:
     """Let a worker stop within a diff until another has finished it: what it says then, and the laws broken."""
-    with opened(url, folder, leases__lease_seconds=PAUSED_LEASE_SECONDS, **OPTIONS) as segments:
+    with opened(url, folder, **PAUSED, **OPTIONS) as segments:
         diffing = Diffing(segments, ManualClock())
         segments.create("a")
         diffing.book.counted["a", 1] = users_of("a", 1)
@@ -147,7 +151,7 @@ def overtaken(url: str, folder: Path, *, plant: str = "") -> tuple[str, list[str
                 time.sleep(0.05)
             before = diffing.broken()
             holder.send_signal(signal.SIGCONT)
-            said = holder.stdout.read().strip()
+            said = holder.stdout.read().splitlines()[-1]  # behind what it logs
         return said, before + diffing.broken()
 
 
@@ -157,7 +161,7 @@ def _be_paused(url: str, folder: Path, plant: str) -> None:
 
         assert segment_plants
         plants.named(plant).plant()
-    with opened(url, folder, leases__lease_seconds=PAUSED_LEASE_SECONDS, **OPTIONS) as segments:
+    with opened(url, folder, **PAUSED, **OPTIONS) as segments:
         transact, chunks = segments.store.transact, 0
 
         def stop_first(work: Any, *, name: str = "work", once: bool = False) -> Any:
