@@ -5,7 +5,7 @@ UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 BIN := .venv/bin
 STAMP := .venv/.locked
 
-.PHONY: help install run test check bench faults docs proto lock servers clean
+.PHONY: help install run test check bench faults docs proto lock servers kernels clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -26,8 +26,12 @@ run: install     ## the product with the embedded store on http://127.0.0.1:8080
 servers: install ## the real servers of the tests (Kafka, ZooKeeper; Debian packages when root)
 	bash tests/servers/install
 
-test: install servers check ## every test, on every store, with real servers
+test: install servers ## every test, on every store, with real servers
+	@$(MAKE) --no-print-directory -j2 check kernels
 	$(BIN)/pytest -n auto --dist loadgroup
+
+kernels: install # compiled ahead, so that no test waits for them
+	$(BIN)/python -m tools.kernels
 
 check: install   ## lint, types, import rules
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache

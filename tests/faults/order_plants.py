@@ -45,7 +45,7 @@ def _(plot: Plot) -> None:
 
 @plant("the fingerprint of an order is not looked at", SIMULATOR, "orders")
 def _(plot: Plot) -> None:
-    plot.name(counting, "fingerprint", lambda sent: 0)
+    plot.name(counting, "fingerprint", lambda *_: 0)
 
 
 @plant("a late order is counted", SIMULATOR, "orders")
@@ -145,12 +145,12 @@ def _(plot: Plot) -> None:
 
 @plant("the interval counted is that of the last order", SIMULATOR, "orders")
 def _(plot: Plot) -> None:
-    increment_ordered = counting.increment_ordered
+    increments = counting.increments
 
     def overwrite(tx: Transaction, table: sa.Table, columns: Any, **_: Any) -> Any:
-        return increment_ordered(tx, table, columns, latest=["live_from_us", "live_to_us"])
+        return increments(tx, table, columns, latest=["live_from_us", "live_to_us"])
 
-    plot.name(counting, "increment_ordered", overwrite)
+    plot.name(counting, "increments", overwrite)
 
 
 @plant("what was late is not kept", SIMULATOR, "orders")

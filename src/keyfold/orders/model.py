@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -20,7 +20,6 @@ Value = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\x00]*$",
 Moment = Annotated[datetime, Meta(tz=True, description="ISO 8601 with a zone")]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_MICROSECOND = timedelta(microseconds=1)
 _encode = msgspec.json.Encoder().encode
 
 Status = Literal["accepted", "duplicate", "conflict", "late", "before_start", "set_aside"]
@@ -150,7 +149,8 @@ class NotPlaced(Exception):
 
 
 def micros(moment: datetime) -> int:
-    return (moment - _EPOCH) // _MICROSECOND
+    passed = moment - _EPOCH
+    return (passed.days * 86_400 + passed.seconds) * 1_000_000 + passed.microseconds  # half the cost of a division
 
 
 def slice_of(values: Mapping[str, str]) -> Slice:
@@ -160,9 +160,9 @@ def slice_of(values: Mapping[str, str]) -> Slice:
     return Slice(int.from_bytes(digest, "big", signed=True), text)
 
 
-def fingerprint(order: CompletedOrder) -> int:
+def fingerprint(order: CompletedOrder, created_at_us: int) -> int:
     """What an order says, whatever the order of its fields: it tells a repeat from a conflict."""
-    said = (micros(order.created_at), sorted(order.identities.items()), sorted(order.properties.items()))
+    said = (created_at_us, sorted(order.identities.items()), sorted(order.properties.items()))
     digest = hashlib.blake2b(_encode(said), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 

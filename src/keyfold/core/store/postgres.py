@@ -20,6 +20,7 @@ from keyfold.core.errors import (
     StoreUnreachable,
 )
 from keyfold.core.limits import Limits
+from keyfold.core.store import arrays
 from keyfold.core.store.readers import Readers
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class PostgresEngine:
             from keyfold.core.store.pqcursor import PqCursor
         except ImportError:
             raise StoreRefused("psycopg is not installed", hint="pip install 'keyfold[postgres]'") from None
+        arrays.teach_driver()
         milliseconds = {
             "statement_timeout": limits.transaction_seconds_max * 1000,
             "lock_timeout": limits.lock_seconds_max * 1000,

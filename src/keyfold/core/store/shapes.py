@@ -19,6 +19,7 @@ from keyfold.core.store.schema import SIGN_BIT, UInt64, key_names
 from keyfold.core.store.store import Transaction
 
 T = TypeVar("T")
+Statement = tuple[str, Any]  # the driver's own SQL, and its parameters
 
 VERSION = "version"
 STEP_ROWS = 50
@@ -69,22 +70,37 @@ def increment_ordered(
     key = key_names(table)
     if not rows[key[0]]:
         return {}
-    how = tuple((name, _how(name, least, greatest, latest)) for name in rows if name not in key)
-    if tx.is_sqlite:
-        values = list(zip(*batch.stored(table, rows), strict=True))
-        marks = ", ".join("?" * len(rows))
-        tx.driver(f"{_into(table, tuple(rows))} VALUES ({marks}) {_add_up(table, how, True)}", values)
-        return load(tx, table, {name: rows[name] for name in key}, returning) if returning else {}
-    answer = f" RETURNING {_qualified(table, (*key, *returning))}" if returning else ""
     after: dict[Row, Row] = {}
-    for piece in batch.slices(tx, rows):
-        rendered, parameters = batch.source(tx, table, piece)
-        sql = f"{_into(table, tuple(rows))} {rendered} {_add_up(table, how, False)}{answer}"
-        if returning:
+    for sql, parameters in increments(
+        tx, table, rows, least=least, greatest=greatest, latest=latest, returning=returning
+    ):
+        if returning and not tx.is_sqlite:
             after |= _by_key(tx.rows(sql, parameters), table, key, returning)
         else:
             tx.driver(sql, parameters)
-    return after
+    return load(tx, table, {name: rows[name] for name in key}, returning) if returning and tx.is_sqlite else after
+
+
+def increments(
+    tx: Transaction,
+    table: sa.Table,
+    rows: Columns,
+    *,
+    least: Sequence[str] = (),
+    greatest: Sequence[str] = (),
+    latest: Sequence[str] = (),
+    returning: Sequence[str] = (),
+) -> list[Statement]:
+    """What `increment_ordered` sends, to be made up ahead of it."""
+    key = key_names(table)
+    how = tuple((name, _how(name, least, greatest, latest)) for name in rows if name not in key)
+    into = _into(table, tuple(rows))
+    if tx.is_sqlite:
+        values = list(zip(*batch.stored(table, rows), strict=True))
+        return [(f"{into} VALUES ({', '.join('?' * len(rows))}) {_add_up(table, how, True)}", values)]
+    answer = f" RETURNING {_qualified(table, (*key, *returning))}" if returning else ""
+    sources = [batch.source(tx, table, piece, inserted=True) for piece in batch.slices(tx, rows)]
+    return [(f"{into} {rendered} {_add_up(table, how, False)}{answer}", parameters) for rendered, parameters in sources]
 
 
 def insert_new(tx: Transaction, table: sa.Table, columns: Columns) -> set[Row]:
@@ -116,7 +132,7 @@ def _insert_new(
     new: set[Row] = set()
     made: T | None = None
     for piece in batch.slices(tx, rows):
-        rendered, parameters = batch.source(tx, table, piece)
+        rendered, parameters = batch.source(tx, table, piece, inserted=True)
         sql = f"{_into(table, tuple(rows))} {rendered} ON CONFLICT DO NOTHING RETURNING {', '.join(key)}"
         if work is None:
             found = tx.rows(sql, parameters)
@@ -163,7 +179,7 @@ def insert(tx: Transaction, table: sa.Table, columns: Columns) -> None:
         kinds = [batch.postgres_type(table, name) for name in names]
         tx.copy(f"COPY {table.name} ({', '.join(names)}) FROM STDIN (FORMAT BINARY)", kinds, batch.stored(table, rows))
         return
-    rendered, parameters = batch.source(tx, table, rows)
+    rendered, parameters = batch.source(tx, table, rows, inserted=True)
     tx.driver(f"{_into(table, tuple(rows))} {rendered}", parameters)
 
 

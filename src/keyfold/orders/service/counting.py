@@ -4,8 +4,11 @@ An order is marked if and only if it counts for every one of its identities whos
 inserted first: two writers of one order meet there, and the second sees the first.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from itertools import compress, count, islice
+from operator import eq
+from typing import Any
 
 import msgspec
 from msgspec import Struct, structs
@@ -13,7 +16,15 @@ from msgspec import Struct, structs
 from keyfold.core.clock import SECOND_US
 from keyfold.core.store import Transaction
 from keyfold.core.store.batch import Columns
-from keyfold.core.store.shapes import delete, increment, increment_ordered, insert_new, insert_new_meanwhile, load
+from keyfold.core.store.shapes import (
+    Statement,
+    delete,
+    increment,
+    increments,
+    insert_new,
+    insert_new_meanwhile,
+    load,
+)
 from keyfold.orders import metrics
 from keyfold.orders.model import (
     CompletedOrder,
@@ -62,14 +73,16 @@ def count_orders(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder]) 
     late_before_us = unit.late_before_us(stood, tx.now_us)
     arrived: list[tuple[int, Order]] = []
     slices: dict[int, Slice] = {}
+    by_properties: dict[tuple[tuple[str, str], ...], Slice] = {}
     kept: list[tuple[CompletedOrder, Why]] = []
     for index, sent in enumerate(orders):
-        if micros(sent.created_at) < late_before_us:
+        created_at_us = micros(sent.created_at)
+        if created_at_us < late_before_us:
             verdicts[index] = Verdict(sent.order_id, "late", "created before the window in which orders are known")
             kept.append((sent, "late"))
             continue
         try:
-            order, slice_ = _placed(unit, stood.state, sent)
+            order, slice_ = _placed(unit, stood.state, sent, created_at_us, by_properties)
         except NotPlaced as error:
             verdicts[index] = Verdict(sent.order_id, "set_aside", str(error))
             kept.append((sent, "set_aside"))
@@ -81,10 +94,10 @@ def count_orders(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder]) 
             slices[slice_.slice_id] = slice_
         else:
             verdicts[index] = Verdict(sent.order_id, "before_start", "created before the start: left to the backfill")
-    counted, cells = _marked(tx, unit, _with_room(tx, unit, arrived, slices, kept, verdicts), verdicts)
+    counted, adding = _marked(tx, unit, _with_room(tx, unit, arrived, slices, kept, verdicts), verdicts)
     if counted:
         unit.keep_slices(tx, [slices[each] for each in {order.slice_id for order in counted}])
-        _add(tx, unit, counted, cells)
+        _add(tx, unit, counted, adding)
         _free_reservations(tx, unit, [order.order_id for order in counted])
     _must_be_filled_again(tx, unit, stood, keep(tx, unit, kept))
     found = [each for each in verdicts if each is not None]
@@ -94,18 +107,28 @@ def count_orders(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder]) 
     return found
 
 
-def _placed(unit: Unit, state: UnitState, sent: CompletedOrder) -> tuple[Order, Slice]:
-    """Where an order counts, by the state of the unit and its hook."""
+def _placed(
+    unit: Unit,
+    state: UnitState,
+    sent: CompletedOrder,
+    created_at_us: int,
+    by_properties: dict[tuple[tuple[str, str], ...], Slice],
+) -> tuple[Order, Slice]:
+    """Where an order counts, by the state of the unit and its hook; slices are remembered by properties."""
     order = _hooked(unit, state, sent) if unit.hooks.completed is not None else sent
-    slice_ = unit.slice_of(dimension_values(order.properties, state.dimensions, unit.settings.application_brands))
+    said = tuple(order.properties.items())
+    slice_ = by_properties.get(said)
+    if slice_ is None:
+        values = dimension_values(order.properties, state.dimensions, unit.settings.application_brands)
+        slice_ = by_properties[said] = unit.slice_of(values)
     identities = live_identities(order, state)
     return (
         Order(
             order_id=sent.order_id,
-            created_at_us=micros(sent.created_at),
+            created_at_us=created_at_us,
             identities=identities,
             slice_id=slice_.slice_id,
-            fingerprint=fingerprint(sent),
+            fingerprint=fingerprint(sent, created_at_us),
             sent=sent,
             is_whole=len(identities) == len(order.identities),
         ),
@@ -148,10 +171,10 @@ def _with_room(
 
 def _marked(
     tx: Transaction, unit: Unit, arrived: Sequence[tuple[int, Order]], verdicts: list[Verdict | None]
-) -> tuple[list[Order], Columns | None]:
+) -> tuple[list[Order], list[Statement] | None]:
     """Mark the orders that are new; of the others, tell a repeat from another order under the same id.
 
-    Returns those that are new and, if all are, which is usual, what they add to cells, made up while a server marked.
+    Returns those that are new and, if all are, which is usual, what adds them to cells, made up while a server marked.
     """
     first: dict[str, tuple[int, Order]] = {}
     for index, order in arrived:
@@ -167,7 +190,7 @@ def _marked(
         "identities": [encode(order.identities).decode() for order in listed],
         "is_corrected": [0] * len(listed),
     }
-    inserted, cells = insert_new_meanwhile(tx, unit.tables.marks, marks, lambda: _cells(listed))
+    inserted, adding = insert_new_meanwhile(tx, unit.tables.marks, marks, lambda: _adding(tx, unit, listed))
     new = {order_id for (order_id,) in inserted}
     known = [order.order_id for order in listed if order.order_id not in new]
     before = {
@@ -186,42 +209,54 @@ def _marked(
             else Verdict(order.order_id, "conflict", "an order of this id was counted that said something else")
         )
     counted = [order for order in listed if order.order_id in new]
-    return counted, cells if len(counted) == len(listed) else None
+    return counted, adding if len(counted) == len(listed) else None
 
 
 def _cells(orders: Sequence[Order]) -> Columns:
     """One more in the live part for each identity that an order counts for: each cell once, in key order."""
-    live: dict[tuple[int, str, int], list[int]] = {}
+    by_type: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
     for order in orders:
         created_at_us, slice_id = order.created_at_us, order.slice_id
         for type_id, value in order.identities.items():
-            cell = live.setdefault((type_id, value, slice_id), [0, created_at_us, created_at_us])
-            cell[0] += 1
-            if created_at_us < cell[1]:
-                cell[1] = created_at_us
-            elif created_at_us > cell[2]:
-                cell[2] = created_at_us
-    keys = sorted(live)
-    parts = [live[key] for key in keys]
-    return {
-        "identity_type": [key[0] for key in keys],
-        "identity_value": [key[1] for key in keys],
-        "slice_id": [key[2] for key in keys],
-        "live_count": [part[0] for part in parts],
-        "live_from_us": [part[1] for part in parts],
-        "live_to_us": [part[2] for part in parts],
-    }
+            by_type[type_id].append((value, slice_id, created_at_us))
+    types: list[int] = []
+    columns: tuple[list[Any], ...] = ([], [], [], [], [])
+    for type_id, found in sorted(by_type.items()):
+        some = _each_once(sorted(found))
+        types += [type_id] * len(some[0])
+        for column, more in zip(columns, some, strict=True):
+            column += more
+    names = ("identity_value", "slice_id", "live_count", "live_from_us", "live_to_us")
+    return {"identity_type": types, **dict(zip(names, columns, strict=True))}
 
 
-def _add(tx: Transaction, unit: Unit, counted: Sequence[Order], cells: Columns | None) -> None:
-    """Add orders to their cells, which are made up here unless they are at hand."""
-    increment_ordered(
-        tx,
-        unit.tables.cells,
-        _cells(counted) if cells is None else cells,
-        least=["live_from_us"],
-        greatest=["live_to_us"],
-    )
+def _each_once(found: Sequence[tuple[str, int, int]]) -> tuple[Sequence[Any], ...]:
+    """The cells of what stands in order, with their counts, first and last moments; few of them are found twice."""
+    values, slices, moments = zip(*found, strict=True)
+    counts, last = [1] * len(found), list(moments)
+    again = compress(count(1), map(eq, values, islice(values, 1, None)))
+    alike = [at for at in again if slices[at] == slices[at - 1]]
+    for at in reversed(alike):  # the moments of a cell ascend
+        counts[at - 1] += counts[at]
+        last[at - 1] = last[at]
+    cells = (values, slices, counts, moments, last)
+    if not alike:
+        return cells
+    is_first = bytearray(b"\1") * len(found)
+    for at in alike:
+        is_first[at] = 0
+    return tuple(list(compress(column, is_first)) for column in cells)
+
+
+def _adding(tx: Transaction, unit: Unit, orders: Sequence[Order]) -> list[Statement]:
+    """What adds orders to their cells."""
+    return increments(tx, unit.tables.cells, _cells(orders), least=["live_from_us"], greatest=["live_to_us"])
+
+
+def _add(tx: Transaction, unit: Unit, counted: Sequence[Order], adding: list[Statement] | None) -> None:
+    """Add orders to their cells, by what is made up here unless it is at hand."""
+    for sql, parameters in _adding(tx, unit, counted) if adding is None else adding:
+        tx.driver(sql, parameters)
 
 
 def take_back(tx: Transaction, unit: Unit, cells: Sequence[tuple[int, str, int]]) -> dict[tuple[int, str, int], int]:
@@ -289,5 +324,5 @@ def _must_be_filled_again(tx: Transaction, unit: Unit, stood: Stood, left: Seque
 
 def _measure(unit: Unit, verdicts: Sequence[Verdict], left_to_history: int) -> None:
     metrics.LEFT_TO_HISTORY.labels(unit.name).inc(left_to_history)
-    for status, count in Counter(each.status for each in verdicts).items():
-        metrics.ORDERS.labels(unit.name, status).inc(count)
+    for status, times in Counter(each.status for each in verdicts).items():
+        metrics.ORDERS.labels(unit.name, status).inc(times)
