@@ -37,7 +37,7 @@ check: install   ## lint, types, import rules
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache
 
 faults: install servers ## the long fault runs
-	KEYFOLD_FAULTS=long $(BIN)/pytest tests/faults --timeout 0
+	KEYFOLD_FAULTS=long $(BIN)/pytest tests/faults tests/conformance/test_listings_large.py --timeout 0
 
 bench: install servers ## every benchmark, with its peers in the same run
 	$(UV) pip install --quiet --python $(BIN)/python fastapi uvicorn httptools redis hiredis
