@@ -939,12 +939,14 @@ def test_every_command_has_a_test_of_its_json() -> None:
 @pytest.mark.spec("CORE-19")
 @pytest.mark.usefixtures("ready_file")
 @pytest.mark.parametrize("path", CASES, ids=" ".join)
-def test_every_command_answers_a_program_in_json_and_a_person_in_text(keyfold: Terminal, path: tuple[str, ...]) -> None:
-    done = keyfold(*path, *CASES[path], "--json")
+def test_every_command_answers_a_program_in_json_and_a_person_in_text(
+    in_process: Callable[..., Run], path: tuple[str, ...]
+) -> None:
+    done = in_process(*path, *CASES[path], "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     for line in done.stdout.splitlines():
         json.loads(line)
-    shown = keyfold(*path, *CASES[path])
+    shown = in_process(*path, *CASES[path])
     assert shown.returncode == 0
     assert "\x1b" not in shown.stdout

@@ -52,6 +52,7 @@ class Busy(NamedTuple):
 
 def busy(writing: Writing[Item], *, batches: int = 25) -> Busy:
     """Two workers of which nine in ten items are of one key; every second item was sent to both."""
+    assert batches % 4 != 3  # of a pair that is swapped, both are sent
     numbers = [_numbers(worker, batches * BATCH) for worker in range(WORKERS)]
     made = [[writing.make(number, _key(number)) for number in own] for own in numbers]
     for turn in range(batches):  # in step, or one may stay behind the other for good
