@@ -190,6 +190,13 @@ def test_a_paused_zookeeper_answers_only_when_resumed(zookeeper_server: ZooKeepe
         assert answer.get(timeout=ANSWER_SECONDS) is not None
 
 
+@pytest.mark.xdist_group("zookeeper")
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="there is one worker")
+def test_tests_that_share_a_server_run_in_one_worker(request: pytest.FixtureRequest) -> None:
+    """A pytest that pytest-xdist does not know yet drops the groups without a word, and every worker starts it all."""
+    assert request.node.nodeid.endswith("@zookeeper")
+
+
 @pytest.mark.xdist_group("spark")
 def test_spark_computes_on_both_of_its_workers(spark_cluster: SparkCluster, spark_session: Any) -> None:
     rows = spark_session.range(1000, numPartitions=8).selectExpr("sum(id)").collect()
