@@ -24,7 +24,7 @@ from keyfold.profiles.service.exporting import export
 from keyfold.profiles.service.reading import read_profiles, view_of
 from keyfold.profiles.service.weighing import Weighing
 from keyfold.profiles.settings import ClientView
-from keyfold.profiles.tables import EVENT_MARKS, HELD_UPDATES, PROFILES
+from keyfold.profiles.tables import EVENT_MARKS, HELD_UPDATES, PROFILE_TOTALS, PROFILES
 from keyfold.profiles.worker import Sweep
 from tests.product import message, put, read_all
 from tests.profiles import DAY, EXAMPLE, NOW, OFFER, OFFER_TIME, PUBLIC, UNRESTRICTED, Profiles, event, opened
@@ -209,7 +209,7 @@ def test_owned_data_that_cannot_be_held_back_is_refused_and_never_public(profile
 
 
 def everything_seen(profiles: Profiles, tmp_path: Path) -> list[bytes]:
-    """All that the world sees: answers in both forms, what was published, what is exported."""
+    """All that the world sees: answers in both forms, what was published, what is exported, how many are weighed."""
     seen: list[bytes] = []
     for at_now in (False, True):
         view = view_of(profiles.product, UNRESTRICTED, None, at_now=at_now)
@@ -223,7 +223,10 @@ def everything_seen(profiles: Profiles, tmp_path: Path) -> list[bytes]:
     import pyarrow.parquet as parquet
 
     export(profiles.context.store, profiles.product, tmp_path / "all.parquet", report=lambda _: None)
-    return [*seen, *parquet.read_table(tmp_path / "all.parquet")["profile"].to_pylist()]
+    seen += parquet.read_table(tmp_path / "all.parquet")["profile"].to_pylist()
+    Weighing(profiles.context, profiles.product).step()
+    totals = profiles.context.store.read(lambda tx: tx.execute(sa.select(PROFILE_TOTALS.c.profiles)).scalars().all())
+    return [*seen, msgspec.json.encode(totals)]
 
 
 PUBLIC_EVENTS = [event("p1", 1, [OFFER, 1, 2.0]), event("p2", 3, [OFFER, 9])]
@@ -253,6 +256,54 @@ def test_a_store_with_held_back_data_and_one_without_answer_alike_byte_for_byte(
             assert rows_of(profiles, HELD_UPDATES) == len(owned)
             seen.append(everything_seen(profiles, tmp_path))
     assert seen[0] == seen[1]
+
+
+@pytest.mark.spec("PRO-05", "CNT-07")
+def test_a_sweep_tells_nothing_of_what_waits_byte_for_byte(tmp_path: Path) -> None:
+    seen = []
+    for name, waiting in (("plain", False), ("held", True)):
+        with opened(f"sqlite:///{tmp_path / name}.db", event_days=3650) as profiles:
+            profiles.count(*PUBLIC_EVENTS)
+            profiles.clock.advance(60 * DAY + 1)
+            if waiting:
+                profiles.count(*[{**each, "time": NOW + 60 * DAY} for each in OWNED_EVENTS])
+            before = everything_seen(profiles, tmp_path)
+            swept(Sweep(profiles.context, profiles.product))
+            profiles.clock.advance(2 * DAY)
+            between = everything_seen(profiles, tmp_path)
+            profiles.count(event("p3", 1, [OFFER, 1], time=NOW + 62 * DAY))
+            assert rows_of(profiles, HELD_UPDATES) == waiting * len(OWNED_EVENTS)
+            seen.append((before, between, everything_seen(profiles, tmp_path)))
+    assert seen[0] == seen[1]
+    assert len(set(map(tuple, seen[0]))) == 3, "there was something to see each time"
+
+
+@pytest.mark.spec("PRO-05", "PRO-13", "CNT-07")
+def test_the_public_part_of_a_profile_goes_as_if_nothing_of_it_waited(profiles: Profiles) -> None:
+    later = NOW + 60 * DAY
+    profiles.count(event("1", 1, [OFFER, 5]), event("2", 2, [OFFER, 5]))
+    profiles.clock.advance(60 * DAY + 1)
+    profiles.count(event("3", 1, [OFFER, 6, 1, A], time=later))
+    swept(Sweep(profiles.context, profiles.product))
+    assert [profiles.read(each).version for each in (1, 2)] == [0, 0]
+    profiles.count(event("4", 1, [OFFER, 7], time=later), event("5", 2, [OFFER, 7], time=later))
+    told = [(each.id, each.version, len(each.packed_counters)) for each in published(profiles)]
+    assert sorted(told) == [(each, *rest) for each in ("1", "2") for rest in ((1, 1), (2, 0), (3, 1))]
+    profiles.count(event("6", 1, [OFFER, 6, 1, B], time=later))
+    assert profiles.values(1) == {6: 2.0, 7: 1.0}, "what waited is still there for a second source"
+
+
+@pytest.mark.spec("PRO-05", "CNT-07")
+def test_a_profile_of_which_something_only_waited_leaves_no_row_behind(profiles: Profiles) -> None:
+    profiles.count(event("1", 1, [OFFER, 5]))
+    profiles.clock.advance(60 * DAY + 1)
+    profiles.count(event("2", 1, [OFFER, 6, 1, A], time=NOW + 60 * DAY))
+    swept(Sweep(profiles.context, profiles.product))
+    assert rows_of(profiles, PROFILES) == 1
+    profiles.clock.advance(5 * DAY + 1)
+    swept(Sweep(profiles.context, profiles.product))
+    assert [rows_of(profiles, table) for table in (PROFILES, HELD_UPDATES)] == [0, 0]
+    assert len(published(profiles)) == 2, "it was told once that it is gone"
 
 
 @pytest.mark.spec("PRO-06")

@@ -239,7 +239,8 @@ class ProfileSimulation(LogStage[Fields]):
         elif name == "unconfirmed":
             self.book.sweep(tx.now_us)
         elif name == "sweep profiles":
-            left = Store.read(self._store, lambda tx: tx.execute(sa.select(PROFILE_ROWS.c.profile_id)).scalars().all())
+            public = sa.select(PROFILE_ROWS.c.profile_id).where(PROFILE_ROWS.c.public_version > 0)
+            left = Store.read(self._store, lambda tx: tx.execute(public).scalars().all())
             self.book.keep_only(left, tx.now_us)
 
 

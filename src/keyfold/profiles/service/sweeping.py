@@ -11,7 +11,7 @@ from keyfold.counters.errors import PackWrong
 from keyfold.profiles import metrics
 from keyfold.profiles.model import ProfileKey
 from keyfold.profiles.service.product import Product
-from keyfold.profiles.service.storing import Stored, behind, keys_of, loaded, publish
+from keyfold.profiles.service.storing import COUNTED, Stored, behind, keys_of, loaded, publish, save
 from keyfold.profiles.tables import EVENT_MARKS, EVENT_WATERMARKS, HELD_UPDATES, PROFILE_FLOORS, PROFILES
 
 DAY_SECONDS = 86_400
@@ -74,36 +74,42 @@ class Step(Struct, frozen=True):
 
 
 def delete_expired(tx: Transaction, product: Product, after: ProfileKey, rows_max: int) -> Step:
-    """Look at the next profiles, and delete those of which nothing is left. Readers have not seen it for long."""
+    """Look at the next profiles, and let those go of which nothing public is left. Readers saw nothing of it."""
     now = tx.now_us // 1_000_000
     page = tx.execute(next_page(after, rows_max)).all()
-    gone = [
-        (row.profile_type, row.profile_id) for row in page if row.expires_at < now and row.held_until_us < tx.now_us
-    ]
-    rows = (
-        {key: row for key, row in loaded(tx, gone).items() if _is_empty(product, row, now, tx.now_us)} if gone else {}
-    )
-    _delete(tx, product, rows)
+    gone = [(row.profile_type, row.profile_id) for row in page if _may_go(row, tx.now_us)]
+    stored = loaded(tx, gone) if gone else {}
+    # Judged again under the row's lock, and by the catalog of today: an update may have come, an expiry been raised.
+    rows = {key: row for key, row in stored.items() if _may_go(row, tx.now_us) and _is_empty(product, row, now)}
+    _let_go(tx, product, rows)
     last = (page[-1].profile_type, page[-1].profile_id) if len(page) == rows_max else None
     return Step(last, len(rows))
 
 
-def next_page(after: ProfileKey, rows_max: int) -> sa.Select[tuple[str, str, int, int]]:
+def next_page(after: ProfileKey, rows_max: int) -> sa.Select[tuple[str, str, int, int, int]]:
     """Profiles in the order of their key."""
     return (
-        sa.select(PROFILES.c.profile_type, PROFILES.c.profile_id, PROFILES.c.expires_at, PROFILES.c.held_until_us)
+        sa.select(
+            PROFILES.c.profile_type,
+            PROFILES.c.profile_id,
+            PROFILES.c.public_version,
+            PROFILES.c.expires_at,
+            PROFILES.c.held_until_us,
+        )
         .where(behind(after))
         .order_by(PROFILES.c.profile_type, PROFILES.c.profile_id)
         .limit(rows_max)
     )
 
 
-def _is_empty(product: Product, row: Stored, now: int, now_us: int) -> bool:
-    """Judged under the row's lock, and by the catalog of today: an update may have come, an expiry been raised.
+def _may_go(row: Stored | sa.Row[tuple[str, str, int, int, int]], now_us: int) -> bool:
+    """What waits keeps its row, and not the public part: whether that goes would tell that something waits."""
+    return row.expires_at < now_us // 1_000_000 and (row.public_version > 0 or row.held_until_us < now_us)
 
-    What the catalog does not know, or what cannot be read, is nobody's to delete.
-    """
-    if not row.version or row.segments or row.held_until_us >= now_us or row.expires_at >= now:
+
+def _is_empty(product: Product, row: Stored, now: int) -> bool:
+    """What the catalog does not know, or what cannot be read, is nobody's to delete."""
+    if not row.version or row.segments:
         return False
     try:
         counters = MutableCounters(product.catalog, row.body, now)
@@ -113,17 +119,21 @@ def _is_empty(product: Product, row: Stored, now: int, now_us: int) -> bool:
         return False
 
 
-def _delete(tx: Transaction, product: Product, rows: dict[ProfileKey, Stored]) -> None:
-    if not rows:
-        return
+def _let_go(tx: Transaction, product: Product, rows: dict[ProfileKey, Stored]) -> None:
+    """Delete profiles of which nothing public is left; the row of one that still waits stays for what waits."""
     public = {key: row for key, row in rows.items() if row.public_version}
     for row in public.values():
         row.public_version, row.body = row.public_version + 1, b""
     _raise_floors(tx, public)
-    delete(tx, PROFILES, keys_of(rows))
-    if product.settings.publish:
+    if public and product.settings.publish:
         publish(tx, product, public)
-    tx.after_commit.append(lambda: metrics.PROFILES_EXPIRED.inc(len(rows)))
+    waiting = {key: row for key, row in public.items() if row.held_until_us >= tx.now_us}
+    for row in waiting.values():
+        row.public_version, row.expires_at = 0, 0
+    save(tx, waiting, COUNTED)
+    if ended := [key for key, row in rows.items() if row.held_until_us < tx.now_us]:
+        delete(tx, PROFILES, keys_of(ended))
+    tx.after_commit.append(lambda: metrics.PROFILES_EXPIRED.inc(len(public)))
 
 
 def _raise_floors(tx: Transaction, public: dict[ProfileKey, Stored]) -> None:
