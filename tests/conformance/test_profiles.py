@@ -22,6 +22,7 @@ from keyfold.profiles.service import sweeping
 from keyfold.profiles.service.explaining import explain
 from keyfold.profiles.service.exporting import export
 from keyfold.profiles.service.reading import read_profiles, view_of
+from keyfold.profiles.service.storing import Stored
 from keyfold.profiles.service.weighing import Weighing
 from keyfold.profiles.settings import ClientView
 from keyfold.profiles.tables import EVENT_MARKS, HELD_UPDATES, PROFILE_TOTALS, PROFILES
@@ -51,7 +52,7 @@ def published(profiles: Profiles) -> list[Profile]:
     return [Profile.FromString(record.message.payload) for record in records]
 
 
-def swept(sweep: Sweep) -> None:
+def swept(sweep: Sweep | Weighing) -> None:
     """Step until nothing is left."""
     while sweep.step():
         pass
@@ -842,6 +843,68 @@ def test_what_one_request_may_read_is_bounded(store_url: str) -> None:
         assert read(40) == 40
         with pytest.raises(TooLarge, match="1000000 are allowed"):
             read(80)
+
+
+def copied(profiles: Profiles, count: int, keys: int) -> list[str]:
+    """So many more profiles, each with so many keys of 18 bytes that never expire."""
+    body = Profile()
+    pack = body.packed_counters.add(counter_ids=[630], keys=range(2**63, 2**63 + keys))
+    pack.values.add().fixed64_values.value.extend([1] * keys)
+    row = Stored(version=1, public_version=1, body=body.SerializeToString(), expires_at=2**62)
+    ids = [f"large{number:03}" for number in range(count)]
+    values = [{"profile_type": "user", "profile_id": each, **msgspec.structs.asdict(row)} for each in ids]
+    profiles.context.store.transact(lambda tx: tx.execute(sa.insert(PROFILES), values))
+    return ids
+
+
+def bytes_fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes of values each statement has fetched since."""
+    fetched: list[int] = []
+    rows_of_driver = Transaction.rows
+
+    def rows(tx: Transaction, *statement: Any) -> list[tuple[Any, ...]]:
+        found = rows_of_driver(tx, *statement)
+        fetched.append(sum(len(value) for row in found for value in row if isinstance(value, bytes)))
+        return found
+
+    monkeypatch.setattr(Transaction, "rows", rows)
+    return fetched
+
+
+@pytest.mark.spec("PRO-12", "CORE-16")
+def test_the_profiles_of_one_batch_are_bounded_in_bytes(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(store_url, write_bytes_max=1_000_000, profile_bytes_max=2_000_000, publish=False) as profiles:
+        ids = copied(profiles, 40, keys=6_000)
+        events = [event(each, each, [OFFER, 5]) for each in ids]
+        fetched = bytes_fetched(monkeypatch)
+        with pytest.raises(TooLarge, match="1000000 bytes that are allowed"):
+            profiles.count(*events)
+        assert 1_000_000 < sum(fetched) < 1_300_000, "the rest of four million was never fetched"
+        profiles.send("visit", *events)
+        assert [profiles.values(each) for each in ids] == [{5: 1.0}] * 40, "a consumer halves its batch"
+
+
+@pytest.mark.spec("PRO-12", "CORE-16")
+def test_an_event_of_a_profile_larger_than_a_batch_may_be_is_counted_alone(store_url: str) -> None:
+    with opened(store_url, write_bytes_max=1_000_000, profile_bytes_max=2_000_000, publish=False) as profiles:
+        (large,) = copied(profiles, 1, keys=60_000)
+        assert profiles.statuses(event("1", large, [OFFER, 5])) == ["counted"]
+
+
+@pytest.mark.spec("PRO-12", "PRO-13", "CNT-16", "CORE-16")
+def test_walks_over_all_profiles_read_a_bounded_number_of_bytes_at_a_time(
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(store_url, read_bytes_max=1_000_000, write_bytes_max=1_000_000) as profiles:
+        copied(profiles, 25, keys=6_000)
+        fetched = bytes_fetched(monkeypatch)
+        done = export(profiles.context.store, profiles.product, tmp_path / "all.parquet", report=lambda _: None)
+        swept(Weighing(profiles.context, profiles.product))
+        totals = sa.select(PROFILE_TOTALS.c.profiles)
+        assert profiles.context.store.read(lambda tx: tx.execute(totals).scalar_one()) == done.profiles == 25
+        profiles.context.store.transact(lambda tx: tx.execute(sa.update(PROFILES).values(expires_at=1)))
+        swept(Sweep(profiles.context, profiles.product))
+        assert max(fetched) <= 1_000_000
 
 
 @pytest.mark.spec("CNT-16")

@@ -136,8 +136,8 @@ def _(plot: Plot) -> None:
         patient.settings = msgspec.structs.replace(product.settings, delete_days=3650)
         return held_at(tx, patient, keys)
 
-    def loaded_as_waiting(tx: Transaction, keys: Sequence[Any]) -> dict[Any, Any]:
-        rows = loaded(tx, keys)
+    def loaded_as_waiting(*given: Any, **options: Any) -> dict[Any, Any]:
+        rows = loaded(*given, **options)
         for row in rows.values():
             row.held_until_us = 2**62 if row.held_until_us else 0
         return rows

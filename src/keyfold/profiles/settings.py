@@ -39,6 +39,10 @@ class ProfilesSettings(Section, frozen=True, kw_only=True):
     read_bytes_max: Annotated[
         int, Meta(ge=1_000_000, le=2**31, description="most bytes of stored profiles that one request may read")
     ] = 32_000_000
+    write_bytes_max: Annotated[
+        int,
+        Meta(ge=1_000_000, le=2**31, description="most bytes of stored profiles that one batch of events may load"),
+    ] = 64_000_000
     ids_max: Annotated[int, Meta(ge=1, le=1_000, description="most ids of one person in a read")] = 100
     merged_read_ms: Annotated[
         int,

@@ -172,7 +172,7 @@ def _asked(
 
 def _fold_all(tx: Transaction, product: Product, asked: Asked, refused: dict[EventKey, str]) -> Asked:
     """Fold and write; what cannot be kept is left out, and the rest folded again without it. Returns what counted."""
-    stored = loaded(tx, sorted(asked.profiles))
+    stored = loaded(tx, product, sorted(asked.profiles), items=len(asked.log_events))
     held = held_before(tx, product, asked, stored)
     while (plan := planned(product, asked, stored, held, tx.now_us)).refused:
         refused |= {key: str(error) for key, error in plan.refused.items()}

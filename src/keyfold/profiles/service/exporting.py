@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import sqlalchemy as sa
 from msgspec import Struct
@@ -17,7 +16,7 @@ from keyfold.counters.errors import PackWrong
 from keyfold.profiles.model import ProfileKey
 from keyfold.profiles.service.message import whole
 from keyfold.profiles.service.product import Product
-from keyfold.profiles.service.storing import behind
+from keyfold.profiles.service.storing import Stored, next_profiles, public_rows
 from keyfold.profiles.tables import PROFILES
 
 PAGE = 2_000
@@ -32,7 +31,7 @@ class Exported(Struct, frozen=True):
 def export(
     store: Store, product: Product, path: Path, *, profile_type: str | None = None, report: Callable[[int], None]
 ) -> Exported:
-    """Write every public profile, in the order of type and id; each page is read in one statement.
+    """Write every public profile, in the order of type and id; the bodies of each page are read in one statement.
 
     The file is written aside, synced and renamed: whoever looks sees the old one or the whole new one.
     """
@@ -73,31 +72,29 @@ Exportable = tuple[str, str, int, bytes]
 
 
 def _pages(store: Store, product: Product, profile_type: str | None) -> Iterator[tuple[list[Exportable], int]]:
-    after: ProfileKey = ("", "")
-    while True:
-        rows, now = store.read(partial(_page, after=after, profile_type=profile_type))
-        page = [_exportable(product, row, now) for row in rows]
+    after: ProfileKey | None = ("", "")
+    while after is not None:
+        rows, after, now = store.read(partial(_page, product=product, after=after, profile_type=profile_type))
+        page = [_exportable(product, key, row, now) for key, row in rows.items()]
         yield [each for each in page if each is not None], sum(each is None for each in page)
-        if len(rows) < PAGE:
-            return
-        after = (rows[-1].profile_type, rows[-1].profile_id)
 
 
-def _page(tx: Transaction, after: ProfileKey, profile_type: str | None) -> tuple[list[Any], int]:
-    wanted = sa.select(PROFILES).where(behind(after), PROFILES.c.public_version > 0)
+def _page(
+    tx: Transaction, product: Product, after: ProfileKey, profile_type: str | None
+) -> tuple[dict[ProfileKey, Stored], ProfileKey | None, int]:
+    wanted = PROFILES.c.public_version > 0
     if profile_type is not None:
-        wanted = wanted.where(PROFILES.c.profile_type == profile_type)
-    page = wanted.order_by(PROFILES.c.profile_type, PROFILES.c.profile_id).limit(PAGE)
-    return list(tx.execute(page)), tx.now_us // 1_000_000
+        wanted &= PROFILES.c.profile_type == profile_type
+    rows, last = next_profiles(tx, after, (), wanted, PAGE, product.settings.read_bytes_max)
+    return public_rows(tx, [(row.profile_type, row.profile_id) for row in rows]), last, tx.now_us // 1_000_000
 
 
-def _exportable(product: Product, row: Any, now: int) -> Exportable | None:
+def _exportable(product: Product, key: ProfileKey, row: Stored, now: int) -> Exportable | None:
     """What has expired since the last change is left out, as in every answer."""
-    key = (row.profile_type, row.profile_id)
     try:
-        counters = MutableCounters(product.catalog, bytes(row.body), now)
+        counters = MutableCounters(product.catalog, row.body, now)
         counters.cleanup()
     except PackWrong:
         return None
     body = counters.serialise()
-    return (*key, row.public_version, whole(key, body, bytes(row.segments), row.public_version))
+    return (*key, row.public_version, whole(key, body, row.segments, row.public_version))

@@ -34,7 +34,7 @@ def apply_segments(tx: Transaction, product: Product, records: Sequence[Record])
         key = (product.settings.segments_type, profile_id_of(record.message.key, "key"))
         if key not in newest or record.message.version > newest[key].message.version:
             newest[key] = record
-    stored = loaded(tx, sorted(newest))
+    stored = loaded(tx, product, sorted(newest), items=len(records))
     changed = {key: row for key, row in stored.items() if _taken(row, newest[key], product.settings.segments_max)}
     raise_versions(tx, changed, list(changed))
     save(tx, changed, SEGMENTED)

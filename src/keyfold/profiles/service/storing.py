@@ -1,6 +1,7 @@
 """The rows of profiles: loaded for writing, saved, and published whole."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
@@ -8,6 +9,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from keyfold.core import outbox
+from keyfold.core.errors import TooLarge
 from keyfold.core.store import Transaction
 from keyfold.core.store.shapes import compare_and_set, load, locking_load, update
 from keyfold.core.topics.topic import Message
@@ -19,6 +21,9 @@ from keyfold.profiles.tables import PROFILE_FLOORS, PROFILES
 COUNTED = ("public_version", "body", "held_until_us", "expires_at")
 SEGMENTED = ("public_version", "segments", "segments_version")
 COLUMNS = ("version", "public_version", "body", "segments", "segments_version", "held_until_us", "expires_at")
+KEY = ("profile_type", "profile_id")
+_BODY, _SEGMENTS = COLUMNS.index("body"), COLUMNS.index("segments")
+_SIZE = (sa.func.length(PROFILES.c.body) + sa.func.length(PROFILES.c.segments)).label("size")
 
 
 class Stored(Struct):
@@ -45,9 +50,55 @@ def behind(profile: ProfileKey) -> sa.ColumnElement[bool]:
     return place > sa.tuple_(*(sa.literal(each) for each in profile))
 
 
-def loaded(tx: Transaction, keys: Sequence[ProfileKey]) -> dict[ProfileKey, Stored]:
-    """The rows for writing. SQLite has one writer, who holds the whole file; elsewhere the rows are locked in order."""
-    found = (load if tx.is_sqlite else locking_load)(tx, PROFILES, keys_of(keys), COLUMNS)
+def next_profiles(
+    tx: Transaction,
+    after: ProfileKey,
+    columns: Sequence[str],
+    wanted: sa.ColumnElement[bool],
+    rows_max: int,
+    bytes_max: int,
+) -> tuple[Sequence[sa.Row[Any]], ProfileKey | None]:
+    """The next step of a walk over the profiles wanted, bounded in rows and in bytes; and where to go on, if anywhere.
+
+    The bytes are those of the profiles, which are not read here: both databases know a length without its value.
+    """
+    page = tx.execute(
+        sa.select(*(PROFILES.c[name] for name in (*KEY, *columns)), _SIZE)
+        .where(behind(after), wanted)
+        .order_by(*(PROFILES.c[name] for name in KEY))
+        .limit(rows_max)
+    ).all()
+    fitting = sum(size <= bytes_max for size in accumulate(row.size for row in page))
+    rows = page[: max(1, fitting)]  # one always goes, whatever its size
+    is_last = len(page) < rows_max and len(rows) == len(page)
+    return rows, None if is_last else (rows[-1].profile_type, rows[-1].profile_id)
+
+
+def public_rows(tx: Transaction, keys: Sequence[ProfileKey]) -> dict[ProfileKey, Stored]:
+    """The rows as the world sees them, in the order given, without those that are not there any more."""
+    found = load(tx, PROFILES, keys_of(keys), ("public_version", "body", "segments"))
+    rows = {key: Stored(public_version=row[0], body=row[1], segments=row[2]) for key in keys if (row := found.get(key))}
+    return {key: row for key, row in rows.items() if row.public_version}
+
+
+def loaded(tx: Transaction, product: Product, keys: Sequence[ProfileKey], *, items: int) -> dict[ProfileKey, Stored]:
+    """The rows for writing. SQLite has one writer, who holds the whole file; elsewhere the rows are locked in order.
+
+    They come in steps, so that a batch of large profiles is known as too large before all of them are in memory. Then
+    it is halved by whoever gathered it; of a single item it never is too large. Measured: steps take no longer.
+    """
+    found: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    size, size_max = 0, product.settings.write_bytes_max
+    step = max(1, size_max // product.settings.profile_bytes_max)
+    for begin in range(0, len(keys), step):
+        some = (load if tx.is_sqlite else locking_load)(tx, PROFILES, keys_of(keys[begin : begin + step]), COLUMNS)
+        size += sum([len(row[_BODY]) + len(row[_SEGMENTS]) for row in some.values()])
+        if size > size_max and items > 1:
+            raise TooLarge(
+                f"the profiles of one batch have more than the {size_max} bytes that are allowed",
+                hint="Send fewer events",
+            )
+        found |= some
     return {key: Stored(*row) if (row := found.get(key)) else Stored() for key in keys}
 
 

@@ -1,5 +1,7 @@
 """What ages: held-back updates nobody confirmed, marks behind the watermark, profiles that have expired whole."""
 
+from typing import Any
+
 import sqlalchemy as sa
 from msgspec import Struct
 
@@ -11,7 +13,7 @@ from keyfold.counters.errors import PackWrong
 from keyfold.profiles import metrics
 from keyfold.profiles.model import ProfileKey
 from keyfold.profiles.service.product import Product
-from keyfold.profiles.service.storing import COUNTED, Stored, behind, keys_of, loaded, publish, save
+from keyfold.profiles.service.storing import COUNTED, Stored, keys_of, loaded, next_profiles, publish, save
 from keyfold.profiles.tables import EVENT_MARKS, EVENT_WATERMARKS, HELD_UPDATES, PROFILE_FLOORS, PROFILES
 
 DAY_SECONDS = 86_400
@@ -76,33 +78,17 @@ class Step(Struct, frozen=True):
 def delete_expired(tx: Transaction, product: Product, after: ProfileKey, rows_max: int) -> Step:
     """Look at the next profiles, and let those go of which nothing public is left. Readers saw nothing of it."""
     now = tx.now_us // 1_000_000
-    page = tx.execute(next_page(after, rows_max)).all()
+    columns, bytes_max = ("public_version", "expires_at", "held_until_us"), product.settings.write_bytes_max
+    page, last = next_profiles(tx, after, columns, sa.true(), rows_max, bytes_max)
     gone = [(row.profile_type, row.profile_id) for row in page if _may_go(row, tx.now_us)]
-    stored = loaded(tx, gone) if gone else {}
+    stored = loaded(tx, product, gone, items=1)
     # Judged again under the row's lock, and by the catalog of today: an update may have come, an expiry been raised.
     rows = {key: row for key, row in stored.items() if _may_go(row, tx.now_us) and _is_empty(product, row, now)}
     _let_go(tx, product, rows)
-    last = (page[-1].profile_type, page[-1].profile_id) if len(page) == rows_max else None
     return Step(last, len(rows))
 
 
-def next_page(after: ProfileKey, rows_max: int) -> sa.Select[tuple[str, str, int, int, int]]:
-    """Profiles in the order of their key."""
-    return (
-        sa.select(
-            PROFILES.c.profile_type,
-            PROFILES.c.profile_id,
-            PROFILES.c.public_version,
-            PROFILES.c.expires_at,
-            PROFILES.c.held_until_us,
-        )
-        .where(behind(after))
-        .order_by(PROFILES.c.profile_type, PROFILES.c.profile_id)
-        .limit(rows_max)
-    )
-
-
-def _may_go(row: Stored | sa.Row[tuple[str, str, int, int, int]], now_us: int) -> bool:
+def _may_go(row: Stored | sa.Row[Any], now_us: int) -> bool:
     """What waits keeps its row, and not the public part: whether that goes would tell that something waits."""
     return row.expires_at < now_us // 1_000_000 and (row.public_version > 0 or row.held_until_us < now_us)
 

@@ -13,7 +13,7 @@ from keyfold.counters.counters import Counters
 from keyfold.counters.errors import PackWrong
 from keyfold.profiles.model import ProfileKey
 from keyfold.profiles.service.product import Product
-from keyfold.profiles.service.storing import behind
+from keyfold.profiles.service.storing import Stored, next_profiles, public_rows
 from keyfold.profiles.tables import KEY_FREQUENCIES, PROFILE_TOTALS, PROFILES
 
 PAGE = 1_000
@@ -37,11 +37,11 @@ class Weighing:
         """Count one page; whether the walk goes on."""
         if not self._idf or (self._after == ("", "") and not self._is_due()):
             return False
-        page = self._store.read(self._page)
-        for profile_type, profile_id, body, now in page:
-            self._after = (profile_type, profile_id)
-            self._count(profile_type, body, now)
-        if len(page) == PAGE:
+        page, last, now = self._store.read(self._page)
+        for (profile_type, _), row in page.items():
+            self._count(profile_type, row.body, now)
+        if last is not None:
+            self._after = last
             return True
         self._store.transact(self._replace, name="profile weights")
         self._after, self._totals, self._keys = ("", ""), Tally(), Tally()
@@ -55,19 +55,10 @@ class Weighing:
 
         return self._store.read(counted)
 
-    def _page(self, tx: Transaction) -> list[tuple[str, str, bytes, int]]:
-        rows = tx.execute(
-            sa.select(PROFILES.c.profile_type, PROFILES.c.profile_id, PROFILES.c.body)
-            .where(
-                behind(self._after),
-                PROFILES.c.profile_type.in_(self._types),
-                PROFILES.c.public_version > 0,
-            )
-            .order_by(PROFILES.c.profile_type, PROFILES.c.profile_id)
-            .limit(PAGE)
-        )
-        now = tx.now_us // 1_000_000
-        return [(row.profile_type, row.profile_id, bytes(row.body), now) for row in rows]
+    def _page(self, tx: Transaction) -> tuple[dict[ProfileKey, Stored], ProfileKey | None, int]:
+        wanted = sa.and_(PROFILES.c.profile_type.in_(self._types), PROFILES.c.public_version > 0)
+        rows, last = next_profiles(tx, self._after, (), wanted, PAGE, self._product.settings.read_bytes_max)
+        return public_rows(tx, [(row.profile_type, row.profile_id) for row in rows]), last, tx.now_us // 1_000_000
 
     def _count(self, profile_type: str, body: bytes, now: int) -> None:
         try:
