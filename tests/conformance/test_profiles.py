@@ -493,6 +493,27 @@ def test_a_full_profile_refuses_what_does_not_fit_and_goes_on_with_the_rest(stor
 
 
 @pytest.mark.spec("PRO-12")
+def test_a_full_profile_refuses_nobody_for_what_their_neighbours_ask(store_url: str) -> None:
+    with opened(store_url, profile_bytes_max=1000) as profiles:
+        lone = 630
+        profiles.count(event("first", 1, *[[lone, 2**63 + n] for n in range(50)]), log="order")
+        large = event("large", 1, *[[lone, 2**62 + n] for n in range(20)])
+        known = [event(f"k{n}", 1, [lone, 2**63 + n]) for n in range(3)]
+        assert profiles.statuses(known[0], large, known[1], event("small", 1, [lone, 7]), known[2], log="order") == [
+            "counted",
+            "refused",
+            "counted",
+            "counted",
+            "counted",
+        ]
+        fill = [event(f"f{n}", 1, [lone, 2**63 + 100 + n]) for n in range(300)]
+        statuses = profiles.statuses(*fill, event("again", 1, [lone, 7]), log="order")
+        assert statuses[-1] == "counted", "behind more than are looked at one by one, too"
+        assert statuses[:-1] == sorted(statuses[:-1]), "the first that fit are in"
+        assert profiles.values(1, counter=lone)[7] == 2
+
+
+@pytest.mark.spec("PRO-12")
 def test_ids_are_text_or_64_bit_numbers_of_any_type(profiles: Profiles) -> None:
     for number, each in enumerate((2**64 - 1, -(2**63), "профиль", "a/b c")):
         profiles.count(event(f"e{number}", each, [OFFER, 1]))

@@ -9,11 +9,16 @@ from numpy.typing import NDArray
 from keyfold.core.errors import KeyfoldError, SettingsWrong
 from keyfold.counters.bulk import Folded, Updates, fold, reading
 from keyfold.counters.catalog import Kind
+from keyfold.counters.counters import Counters
 from keyfold.counters.errors import UpdateRefused
 from keyfold.profiles.model import Asked, EventKey, Held, ProfileKey, Row
 from keyfold.profiles.service.holding import Place, Settlement, settlement
 from keyfold.profiles.service.product import Product
 from keyfold.profiles.service.storing import Stored
+
+# Of a full profile: how many folds of its body, each as much work as so many updates, may be spent on what fits; and
+# how often all of its updates may be looked at besides, which is enough to find how many of the first do.
+TRIES_MAX, TRY_ROWS, HALVINGS_MAX = 200, 1_000, 20
 
 
 class Plan(Struct):
@@ -150,19 +155,61 @@ def _refused(
             own[row.profile].append(row)
     error = UpdateRefused(f"the profile is full: its body may have {product.settings.profile_bytes_max} bytes")
     for index in full:
-        for row in _not_fitting(product, plan.profiles[index], bodies[index], own[plan.profiles[index]], now):
-            refused.setdefault((row.log, row.event_id), error)
+        profile = plan.profiles[index]
+        for event in _not_fitting(product, profile, bodies[index], own[profile], now):
+            refused.setdefault(event, error)
     return refused
 
 
-def _not_fitting(product: Product, profile: ProfileKey, body: bytes, own: Sequence[Row], now: int) -> Sequence[Row]:
-    """The updates of a profile behind the longest beginning that fits into it."""
-    fits, too_many = 0, len(own)
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        folded = _folded(product, [body], _columns_of(product, [profile], own[:middle]), now)
-        if len(folded.bodies[0]) <= max(product.settings.profile_bytes_max, len(body)):
-            fits = middle
+def _not_fitting(
+    product: Product, profile: ProfileKey, body: bytes, own: Sequence[Row], now: int
+) -> Sequence[EventKey]:
+    """The events that a full profile has no room for. What adds nothing to its size is never among them."""
+    events: dict[EventKey, list[Row]] = {}
+    for row in own:
+        events.setdefault((row.log, row.event_id), []).append(row)
+    counters = Counters(product.catalog, body, now)
+    known = {each for group in counters.groups() for each in counters.counter_ids(group)}
+    adding = {
+        event
+        for event, rows in events.items()
+        if not all(row.counter.id in known and counters.find(row.counter.id, row.key) for row in rows)
+    }
+    room = _Room(product, profile, body, own, now)
+    room.take([rows for event, rows in events.items() if event not in adding])
+    room.take([rows for event, rows in events.items() if event in adding])
+    return room.refused
+
+
+class _Room:
+    """A profile that cannot take all events of a batch: each is judged by itself, none is refused for its neighbours.
+
+    Events are taken in runs, which are halved where they do not fit. A flood of misfits would need a fold for each:
+    beyond a bound on that work, what is left is refused unseen.
+    """
+
+    def __init__(self, product: Product, profile: ProfileKey, body: bytes, own: Sequence[Row], now: int) -> None:
+        self.refused: list[EventKey] = []
+        self._product, self._profile, self._body, self._now = product, profile, body, now
+        self._taken: list[Row] = []
+        self._work_left = TRIES_MAX * TRY_ROWS + HALVINGS_MAX * len(own)
+
+    def take(self, events: Sequence[Sequence[Row]]) -> None:
+        """Take those that fit, in their order."""
+        rows = [row for event in events for row in event]
+        if not rows or self._fits(rows):
+            self._taken += rows
+        elif len(events) == 1:
+            self.refused.append((rows[0].log, rows[0].event_id))
         else:
-            too_many = middle
-    return own[fits:]
+            middle = len(events) // 2
+            self.take(events[:middle])
+            self.take(events[middle:])
+
+    def _fits(self, rows: Sequence[Row]) -> bool:
+        wanted = [*self._taken, *rows]
+        self._work_left -= TRY_ROWS + len(wanted)
+        if self._work_left < 0:
+            return False
+        folded = _folded(self._product, [self._body], _columns_of(self._product, [self._profile], wanted), self._now)
+        return len(folded.bodies[0]) <= max(self._product.settings.profile_bytes_max, len(self._body))
