@@ -11,6 +11,7 @@ import sqlalchemy as sa
 
 from keyfold.core import deadletters
 from keyfold.core.errors import Conflict, SettingsWrong, TooLarge
+from keyfold.core.metrics import REGISTRY
 from keyfold.core.store import Transaction
 from keyfold.core.workers import consumer_named
 from keyfold.counters.errors import CatalogWrong
@@ -610,6 +611,25 @@ def test_a_profile_that_expired_whole_is_deleted_and_comes_back_above_its_versio
     profiles.count(event("5", 1, [OFFER, 7], time=NOW + 60 * DAY))
     versions = [(each.id, each.version, len(each.packed_counters)) for each in published(profiles) if each.id == "1"]
     assert versions == [("1", 1, 1), ("1", 2, 1), ("1", 3, 0), ("1", 4, 1)]
+
+
+def moved(name: str, **labels: str) -> float:
+    """A metric as it stands; of a counter that was never told, 0."""
+    return REGISTRY.get_sample_value(f"keyfold_{name}_total", labels) or 0.0
+
+
+@pytest.mark.spec("CNT-18")
+def test_what_expires_with_its_whole_profile_is_on_the_eviction_bill(profiles: Profiles) -> None:
+    lost = {"counter": "CI_OFFER_INTEREST_COUNT", "to": "ExpireDays"}
+    before = moved("counter_lost_weight", **lost)
+    profiles.count(event("1", 1, [OFFER, 5, 3.0]), event("2", 2, [OFFER, 5, 4.0]))
+    profiles.clock.advance(60 * DAY + 1)
+    swept(Sweep(profiles.context, profiles.product))
+    weight = decayed(7.0, 0.5, 60 * DAY + 1)
+    assert moved("counter_lost_weight", **lost) - before == pytest.approx(weight)
+    profiles.count(event("3", 1, [OFFER, 5], time=NOW + 60 * DAY))
+    swept(Sweep(profiles.context, profiles.product))
+    assert moved("counter_lost_weight", **lost) - before == pytest.approx(weight), "once"
 
 
 @pytest.mark.spec("CNT-07")

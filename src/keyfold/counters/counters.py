@@ -40,7 +40,8 @@ class Table(Struct):
     values: dict[int, dict[int, Number]]
 
 
-# What a counter lost, by the reason: an index into its bill.
+# Of each counter, what it lost, by the reason: an index into its entry.
+Bill = dict[int, list[float]]
 TO_MAX_RECORDS, TO_EXPIRE_DAYS = 0, 1
 
 
@@ -141,7 +142,7 @@ class MutableCounters(Counters):
         self._future_seconds_max = future_seconds_max
         self._changed = False
         self._live: set[int] = set()  # groups without an expired key: their keys are looked at once, not at each update
-        self.bill: dict[int, list[float]] = {}
+        self.bill: Bill = {}
         self.dropped = 0
 
     def update(self, counter: int | str, key: int, value: Number, time: int) -> bool:

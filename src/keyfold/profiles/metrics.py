@@ -1,8 +1,11 @@
 """What Prometheus sees of profiles; numbers only, never whose."""
 
+from collections.abc import Mapping, Sequence
+
 from prometheus_client import Counter
 
 from keyfold.core.metrics import REGISTRY
+from keyfold.counters.catalog import Catalog
 
 EVENTS = Counter(
     "keyfold_profile_events", "Events of logs, by what became of them", ["log", "status"], registry=REGISTRY
@@ -26,3 +29,12 @@ LOST_WEIGHT = Counter(
     registry=REGISTRY,
 )
 PROFILES_EXPIRED = Counter("keyfold_profiles_expired", "Profiles deleted because all had expired", registry=REGISTRY)
+
+
+def count_lost(catalog: Catalog, bill: Mapping[int, Sequence[float]]) -> None:
+    """Add an eviction bill: of each counter, what it lost to MaxRecords and to ExpireDays."""
+    for counter_id, (to_records_max, to_expire_days) in bill.items():
+        name = catalog[counter_id].name
+        # A sum of negative values would turn the counter back, which a counter must not.
+        LOST_WEIGHT.labels(name, "MaxRecords").inc(abs(to_records_max))
+        LOST_WEIGHT.labels(name, "ExpireDays").inc(abs(to_expire_days))

@@ -214,11 +214,7 @@ def _count_folds(product: Product, plan: Plan) -> None:
     metrics.HELD.inc(len(plan.settlement.waiting))
     metrics.RELEASED.inc(len(plan.settlement.released))
     metrics.PUSHED_OUT.inc(plan.settlement.pushed_out)
-    for counter_id, (to_records_max, to_expire_days) in plan.folded.bill.items():
-        name = product.catalog[counter_id].name
-        # A sum of negative values would turn the counter back, which a counter must not.
-        metrics.LOST_WEIGHT.labels(name, "MaxRecords").inc(abs(to_records_max))
-        metrics.LOST_WEIGHT.labels(name, "ExpireDays").inc(abs(to_expire_days))
+    metrics.count_lost(product.catalog, plan.folded.bill)
 
 
 def _count_verdicts(

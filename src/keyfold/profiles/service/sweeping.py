@@ -1,5 +1,6 @@
 """What ages: held-back updates nobody confirmed, marks behind the watermark, profiles that have expired whole."""
 
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
@@ -8,7 +9,7 @@ from msgspec import Struct
 from keyfold.core.store import Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import delete, increment, load
-from keyfold.counters.counters import MutableCounters
+from keyfold.counters.counters import Bill, MutableCounters
 from keyfold.counters.errors import PackWrong
 from keyfold.profiles import metrics
 from keyfold.profiles.model import ProfileKey
@@ -83,9 +84,11 @@ def delete_expired(tx: Transaction, product: Product, after: ProfileKey, rows_ma
     gone = [(row.profile_type, row.profile_id) for row in page if _may_go(row, tx.now_us)]
     stored = loaded(tx, product, gone, items=1)
     # Judged again under the row's lock, and by the catalog of today: an update may have come, an expiry been raised.
-    rows = {key: row for key, row in stored.items() if _may_go(row, tx.now_us) and _is_empty(product, row, now)}
-    _let_go(tx, product, rows)
-    return Step(last, len(rows))
+    may_go = {key: row for key, row in stored.items() if _may_go(row, tx.now_us)}
+    bills = {key: bill for key, row in may_go.items() if (bill := _bill(product, row, now)) is not None}
+    _let_go(tx, product, {key: stored[key] for key in bills})
+    tx.after_commit.extend(partial(metrics.count_lost, product.catalog, bill) for bill in bills.values())
+    return Step(last, len(bills))
 
 
 def _may_go(row: Stored | sa.Row[Any], now_us: int) -> bool:
@@ -93,16 +96,19 @@ def _may_go(row: Stored | sa.Row[Any], now_us: int) -> bool:
     return row.expires_at < now_us // 1_000_000 and (row.public_version > 0 or row.held_until_us < now_us)
 
 
-def _is_empty(product: Product, row: Stored, now: int) -> bool:
-    """What the catalog does not know, or what cannot be read, is nobody's to delete."""
+def _bill(product: Product, row: Stored, now: int) -> Bill | None:
+    """What a profile has lost by now, if nothing of it is left.
+
+    What the catalog does not know, or what cannot be read, is nobody's to delete.
+    """
     if not row.version or row.segments:
-        return False
+        return None
     try:
         counters = MutableCounters(product.catalog, row.body, now)
         counters.cleanup()
-        return not counters.serialise()
+        return None if counters.serialise() else counters.bill
     except PackWrong:
-        return False
+        return None
 
 
 def _let_go(tx: Transaction, product: Product, rows: dict[ProfileKey, Stored]) -> None:
