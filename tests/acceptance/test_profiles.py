@@ -139,6 +139,24 @@ def test_owned_data_is_hidden_explained_to_an_administrator_and_released_in_a_me
     assert "of another owner" in held["waits_for"]
 
 
+@pytest.mark.spec("PRO-10", "PRO-12")
+def test_every_id_that_can_be_written_can_be_read_and_explained(served: Served) -> None:
+    for each in ("i" * 400, "ж" * 200):
+        sent = [
+            event(f"public {each[0]}", each, [OFFER, 5]),
+            event(f"held {each[0]}", each, [OFFER, 6, 1, "a.example"]),
+        ]
+        assert send(served, "visit", *sent) == ["counted", "counted"]
+        answer = read(served, served.token, [each])
+        assert (answer.status_code, answer.json()["profiles"][0]["id"]) == (200, each)
+        held = served.call("GET", f"/v1/profiles/user/{each}/held", served.token)
+        assert [one["key"] for one in held.json()["held"]] == [6]
+    for each in ("i" * 401, "ж" * 201):
+        assert send(served, "visit", event(f"too long {each[0]}", each, [OFFER, 5])) == ["refused"]
+        assert read(served, served.token, [each]).status_code == 400
+        assert served.call("GET", f"/v1/profiles/user/{each}/held", served.token).status_code == 400
+
+
 @pytest.mark.spec("PRO-05")
 def test_the_time_of_a_merged_read_does_not_tell_what_is_looked_at(served: Served) -> None:
     for people in ([[61, 62]], [[61], [62, 63]]):

@@ -22,6 +22,9 @@ from keyfold.profiles.settings import ClientView
 
 Name = Annotated[str, Meta(min_length=1, max_length=100, pattern=r"^[^\x00]*$")]
 
+# As an event may give it: what can be written can be read.
+ID_BYTES = f"at most {PROFILE_ID_BYTES_MAX} bytes of UTF-8"
+
 
 class LogPath(Struct, frozen=True):
     log: Name
@@ -48,7 +51,7 @@ class ProfileId(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     type: Annotated[str, Meta(min_length=1, max_length=100)]
     id: (
         Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**64 - 1})]
-        | Annotated[str, Meta(min_length=1, max_length=200)]
+        | Annotated[str, Meta(min_length=1, max_length=PROFILE_ID_BYTES_MAX, description=ID_BYTES)]
     )
 
     def __post_init__(self) -> None:
@@ -75,7 +78,7 @@ class ReadBody(Struct, frozen=True, forbid_unknown_fields=True):
 
 class HeldPath(Struct, frozen=True):
     type: Name
-    id: Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]
+    id: Annotated[str, Meta(min_length=1, max_length=PROFILE_ID_BYTES_MAX, pattern=r"^[^\x00]*$", description=ID_BYTES)]
 
 
 class HeldBack(Struct, frozen=True):
@@ -90,7 +93,7 @@ def routes(context: Context) -> list[Route]:
     counting, reading = _counting(context, product), _reading(context, product)
 
     def held(ask: Ask) -> Outcome:
-        profile = (ask.path["type"], ask.path["id"])
+        profile = (ask.path["type"], profile_id_of(ask.path["id"], "id"))
         _must_see(product, ask, ClientView(), [profile[0]])
         return HeldBack(context.store.read(lambda tx: explain(tx, product, profile)))
 
