@@ -779,6 +779,20 @@ def test_exact_sums_that_leave_64_bits_in_a_merge_stay_at_the_largest(profiles: 
     assert profiles.values(1, 2, counter=EXACT) == {5: 2**64 - 1}
 
 
+@pytest.mark.spec("PRO-07")
+def test_exact_sums_that_owners_release_in_a_merge_stay_at_the_largest_and_fail_nobody(profiles: Profiles) -> None:
+    profiles.count(
+        event("1", 1, [EXACT, 5, 2**63, A]),
+        event("2", 2, [EXACT, 5, 2**63, B]),
+        event("3", 3, [EXACT, 5, 2**64 - 1], [EXACT, 6, 1, A]),
+        event("4", 4, [EXACT, 5, 1, B], [EXACT, 6, 2, B]),
+        event("5", 5, [EXACT, 5, 1, A]),
+        log="order",
+    )
+    assert profiles.values(1, 2, counter=EXACT) == {5: 2**64 - 1}
+    assert profiles.values(3, 4, 5, counter=EXACT) == {5: 2**64 - 1, 6: 3}
+
+
 @pytest.mark.spec("PRO-04", "PRO-06")
 def test_a_flood_of_one_owner_is_settled_quickly_and_within_the_cap(profiles: Profiles) -> None:
     flood = [event(f"f{n:05}", 1, [OFFER, 5, 1, A], time=NOW - n) for n in range(5_000)]

@@ -198,6 +198,12 @@ class MutableCounters(Counters):
             for key in other.keys(group):
                 self._absorb_key(group, members, theirs, key)
 
+    def absorb_update(self, described: Counter, key: int, value: Number, time: int) -> None:
+        """Add an update to a merge, which is only read: as in `absorb`, an exact sum stays at the largest number."""
+        if described.kind is Kind.FIXED64:
+            value = min(value, UINT64_MAX - self.get(described.id, key))
+        self.fold(described, key, value, time)
+
     def serialise(self) -> bytes:
         """The body to store. What this version does not know keeps its pack, its keys and its bytes."""
         if not self._changed:

@@ -224,7 +224,7 @@ def merged_profile(
         for each in sorted(freed, key=lambda one: -one.time):
             counter = product.catalog[each.counter_id]
             if not counter.not_glued:
-                merged.fold(counter, each.key, each.value, each.time)
+                merged.absorb_update(counter, each.key, each.value, each.time)
     merged.cleanup()
     return merged
 
