@@ -5,13 +5,13 @@ Both decode a group of counters when it is first asked for, and keep what they d
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from msgspec import Struct
 
 from keyfold.counters.catalog import UINT64_MAX, Catalog, Counter, Group, Kind
-from keyfold.counters.errors import CounterOverflow, KeyTwice, KindWrong, ValueNotFinite
+from keyfold.counters.errors import CounterOverflow, KeyTwice, KindUnknown, KindWrong, ValueNotFinite
 from keyfold.counters.messages_pb2 import CounterPack, Profile, ValueType
 from keyfold.counters.model import (
     FUTURE_SECONDS_MAX,
@@ -40,6 +40,8 @@ class Table(Struct):
     values: dict[int, dict[int, Number]]
 
 
+IsOwn = Callable[[int, ValueType], bool]
+
 # Of each counter, what it lost, by the reason: an index into its entry.
 Bill = dict[int, list[float]]
 TO_MAX_RECORDS, TO_EXPIRE_DAYS = 0, 1
@@ -54,6 +56,7 @@ class Counters:
         self._body = body
         self._profile = parsed(body) if body else Profile()
         self._rows: dict[int, Row] | None = None
+        self._later: set[int] = set()  # counters of the catalog that are stored in a kind of a later version
         self._tables: dict[int, Table] = {}
 
     def get(self, counter: int | str, key: int, *, at: int | None = None) -> Number:
@@ -112,7 +115,9 @@ class Counters:
 
     def _known_rows(self) -> dict[int, Row]:
         if self._rows is None:
-            self._rows = {row.counter_id: row for row in rows(self._profile, self.catalog.counters) if row.kind}
+            found = list(rows(self._profile, self.catalog.counters))
+            self._rows = {row.counter_id: row for row in found if row.kind}
+            self._later = {row.counter_id for row in found if not row.kind}
         return self._rows
 
     def _table(self, group: Group) -> Table:
@@ -155,6 +160,11 @@ class MutableCounters(Counters):
         """Add what was checked before, whatever the catalog now says of who may write it."""
         group = self.catalog.group_of(described.id)
         table = self._table(group)
+        if described.id in self._later or self._is_opaque(group):
+            raise KindUnknown(
+                f"{described.name}, or the time counter of its keys, is stored here in a kind of a later version",
+                hint="Write it with the version that stored it",
+            )
         if group.time is None:
             self._add(described, table, key, value, time, 0)
             table.times.setdefault(key, 0)
@@ -179,7 +189,7 @@ class MutableCounters(Counters):
         """Forget expired keys, and the oldest above `MaxRecords`."""
         self.now = self.now if now is None else now
         self._live.clear()
-        for group in list(self.groups()):
+        for group in list(self._own_groups()):
             table = self._table(group)
             self._expire(group)
             if enforce_max_records and group.records_max is not None and len(table.times) > group.records_max:
@@ -210,8 +220,8 @@ class MutableCounters(Counters):
             return self._body
         profile = Profile()
         profile.CopyFrom(self._profile)
-        extras = _take_out_known(profile, self.catalog)
-        for group in self.groups():
+        extras = _take_out(profile, self._is_own)
+        for group in self._own_groups():
             self._pack(group, extras, profile.packed_counters.add())
         return profile.SerializeToString(deterministic=True)
 
@@ -224,6 +234,20 @@ class MutableCounters(Counters):
                 return NEVER
             latest = max(latest, max(self._table(group).times.values()) + group.expire_seconds)
         return latest
+
+    def _own_groups(self) -> Iterator[Group]:
+        """The groups that may be written; the others keep their packs as they are."""
+        return (group for group in self.groups() if not self._is_opaque(group))
+
+    def _is_own(self, counter_id: int, row: ValueType) -> bool:
+        """Whether a row is one that is written anew."""
+        if counter_id not in self.catalog or row.WhichOneof("value") is None:
+            return False
+        return not (self._later and self._is_opaque(self.catalog.group_of(counter_id)))
+
+    def _is_opaque(self, group: Group) -> bool:
+        """Whether the times of a group are in a kind of a later version: then nobody here knows what has expired."""
+        return group.time is not None and group.time.id in self._later
 
     def _add(
         self, counter: Counter, table: Table, key: int, value: Number, time: int, moved: int, latest: int | None = None
@@ -343,12 +367,12 @@ class _Extras(Struct):
     packs: dict[int, CounterPack]
 
 
-def _take_out_known(profile: Profile, catalog: Catalog) -> _Extras:
-    """Leave of each pack what the catalog does not know; a pack of which nothing is left goes."""
+def _take_out(profile: Profile, is_own: IsOwn) -> _Extras:
+    """Take the rows that are written anew out of their packs; a pack of which nothing is left goes."""
     extras = _Extras({}, {})
     for index in reversed(range(len(profile.packed_counters))):
         pack = profile.packed_counters[index]
-        first = _take_rows(pack, catalog, extras)
+        first = _take_rows(pack, is_own, extras)
         if pack.counter_ids:
             continue
         pack.ClearField("keys")
@@ -358,27 +382,23 @@ def _take_out_known(profile: Profile, catalog: Catalog) -> _Extras:
         del profile.packed_counters[index]
     for index in reversed(range(len(profile.counters))):
         older = profile.counters[index]
-        if _is_known(older.counter_id, older.values, catalog):
+        if is_own(older.counter_id, older.values):
             _keep_extra(older.counter_id, older.values, extras)
             del profile.counters[index]
     return extras
 
 
-def _take_rows(pack: CounterPack, catalog: Catalog, extras: _Extras) -> int | None:
-    """Take the known rows out of a pack; returns the first of them."""
+def _take_rows(pack: CounterPack, is_own: IsOwn, extras: _Extras) -> int | None:
+    """Take such rows out of a pack; returns the first of them."""
     first: int | None = None
     for index in reversed(range(len(pack.counter_ids))):
         counter_id, row = pack.counter_ids[index], pack.values[index]
-        if _is_known(counter_id, row, catalog):
+        if is_own(counter_id, row):
             _keep_extra(counter_id, row, extras)
             first = counter_id
             del pack.counter_ids[index]
             del pack.values[index]
     return first
-
-
-def _is_known(counter_id: int, row: ValueType, catalog: Catalog) -> bool:
-    return counter_id in catalog and row.WhichOneof("value") is not None
 
 
 def _keep_extra(counter_id: int, row: ValueType, extras: _Extras) -> None:

@@ -106,6 +106,12 @@ class TimeWrong(UpdateRefused):
     slug = "time-wrong"
 
 
+class KindUnknown(UpdateRefused):
+    """The counter is stored in a kind that this version does not know"""
+
+    slug = "kind-unknown"
+
+
 class CounterOverflow(UpdateRefused):
     """The sum would leave 64 bits"""
 

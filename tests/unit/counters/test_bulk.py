@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from keyfold.core.errors import KeyfoldError
 from keyfold.counters.bulk import NEVER, Folded, KernelName, Updates, fold
 from keyfold.counters.catalog import Catalog, Counter, Kind
+from keyfold.counters.counters import MutableCounters
 from keyfold.counters.errors import (
     CounterOverflow,
     CounterReadOnly,
     CounterUnknown,
     KeyTwice,
+    KindUnknown,
     PackWrong,
     RowLengthWrong,
     TimeWrong,
@@ -400,6 +402,22 @@ def _some_body() -> bytes:
     rows = [(0, SPENT, 1, 1.0, 0), (0, SEEN, 2**64 - 1, 1.0, 9), (0, OPENED, 7, 3, 0), (0, LONE, 300, 2.5, 0)]
     rows += [(0, SCORE, key, 1.0, key) for key in range(3)]
     return fold(CATALOG, [b""], _updates(rows, NOW), now=NOW, kernel="numpy").bodies[0]
+
+
+@pytest.mark.spec("CNT-13", "CNT-15")
+@kernels
+def test_an_update_of_a_counter_in_a_kind_of_a_later_version_is_refused_and_nothing_else(kernel: KernelName) -> None:
+    profile = Profile.FromString(_some_body())
+    (pack,) = (each for each in profile.packed_counters if LONE in each.counter_ids)
+    pack.values[0].ParseFromString(b"\x7a\x03abc")  # field 15
+    rows = [(0, LONE, 300, 1.0, 0), (0, LONE, 301, 1.0, 0), (0, SPENT, 1, 1.0, 0), (1, LONE, 300, 1.0, 0)]
+    bodies = [profile.SerializeToString(), _some_body()]
+    folded = fold(CATALOG, bodies, _updates(rows, NOW), now=NOW, kernel=kernel)
+    assert {row: type(error) for row, error in folded.refused.items()} == {0: KindUnknown, 1: KindUnknown}
+    assert (folded.broken, folded.changed.tolist()) == ({}, [True, True])
+    again = MutableCounters(CATALOG, folded.bodies[0], NOW)
+    assert again.get(SPENT, 1) == 2.0
+    assert b"\x7a\x03abc" in again.serialise()
 
 
 def _mutations() -> st.SearchStrategy[bytes]:

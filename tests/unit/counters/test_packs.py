@@ -14,6 +14,7 @@ from keyfold.counters.errors import (
     CounterTwice,
     KeyTwice,
     KindMissing,
+    KindUnknown,
     KindWrong,
     PackEmpty,
     PackWrong,
@@ -180,6 +181,42 @@ def test_what_is_not_known_passes_through_a_write_unharmed() -> None:
     assert b"\xc2\x3e\x03new" in after.SerializeToString()
     assert [list(pack.counter_ids) for pack in ours] == [[1, 2, 3, 10], [20]]
     assert list(ours[0].keys) == [5, 6, 8]
+
+
+def in_a_later_kind(counter_id: int) -> bytes:
+    """A profile in which one counter is stored in a kind that we do not know."""
+    profile = Profile.FromString(BODY)
+    for pack in profile.packed_counters:
+        for at, each in enumerate(pack.counter_ids):
+            if each == counter_id:
+                pack.values[at].ParseFromString(b"\x7a\x03abc")
+    return profile.SerializeToString()
+
+
+@pytest.mark.spec("CNT-03", "CNT-09", "CNT-13")
+def test_a_counter_in_a_kind_of_a_later_version_is_not_written_and_its_siblings_are() -> None:
+    counters = MutableCounters(CATALOG, in_a_later_kind(1), NOW)
+    with pytest.raises(KindUnknown, match="a kind of a later version"):
+        counters.update(1, 5, 1.0, NOW)
+    assert counters.serialise() == in_a_later_kind(1)
+    counters.update(2, 8, 1.0, NOW)
+    again = MutableCounters(CATALOG, counters.serialise(), NOW)
+    assert again.get(2, 8) == 1.0
+    assert b"\x7a\x03abc" in again.serialise()
+
+
+@pytest.mark.spec("CNT-09", "CNT-13")
+def test_a_group_whose_times_are_in_a_kind_of_a_later_version_is_left_as_it_is() -> None:
+    counters = MutableCounters(CATALOG, in_a_later_kind(10), NOW)
+    for counter in (1, 2, 3):
+        with pytest.raises(KindUnknown):
+            counters.update(counter, 5, 1, NOW)
+    counters.update(20, 9, 1.0, NOW)
+    counters.cleanup()
+    after = Profile.FromString(counters.serialise())
+    MutableCounters(CATALOG, after.SerializeToString(), NOW)
+    assert Profile.FromString(in_a_later_kind(10)).packed_counters[0] in list(after.packed_counters)
+    assert [list(pack.counter_ids) for pack in after.packed_counters].count([20]) == 1
 
 
 @pytest.mark.spec("CNT-13")
