@@ -13,6 +13,7 @@ from keyfold.core import deadletters
 from keyfold.core.errors import Conflict, SettingsWrong, TooLarge
 from keyfold.core.metrics import REGISTRY
 from keyfold.core.store import Transaction
+from keyfold.core.topics.topic import Record
 from keyfold.core.workers import consumer_named
 from keyfold.counters.errors import CatalogWrong
 from keyfold.counters.keys import owner_of
@@ -23,6 +24,7 @@ from keyfold.profiles.service import sweeping
 from keyfold.profiles.service.explaining import explain
 from keyfold.profiles.service.exporting import export
 from keyfold.profiles.service.reading import read_profiles, view_of
+from keyfold.profiles.service.segments import apply_segments
 from keyfold.profiles.service.storing import Stored
 from keyfold.profiles.service.weighing import Weighing
 from keyfold.profiles.settings import ClientView
@@ -456,6 +458,26 @@ def test_rare_keys_weigh_more_by_how_many_profiles_have_them(profiles: Profiles)
     ((_, values),) = profiles.read(0, view=view).packs[0].rows
     assert values == [pytest.approx(math.log(10 / 10)), pytest.approx(math.log(10 / 2))]
     assert not weighing.step(), "not due again"
+
+
+def take_segments(profiles: Profiles, version: int, *names: str) -> None:
+    """A set of user 1, as often as it is delivered."""
+    entries = [{"segment_id": name, "evaluation_version": version} for name in names]
+    record = Record(0, 0, message("1", version, msgspec.json.encode({"segments": entries})))
+    profiles.context.store.transact(lambda tx: apply_segments(tx, profiles.product, [record]))
+
+
+@pytest.mark.spec("PRO-11")
+def test_a_set_of_segments_that_was_left_does_not_come_back_after_a_sweep(profiles: Profiles) -> None:
+    take_segments(profiles, 5, "a")
+    take_segments(profiles, 6)
+    swept(Sweep(profiles.context, profiles.product))
+    assert [each.version for each in published(profiles)] == [1, 2, 3], "it is gone, and that was told"
+    take_segments(profiles, 5, "a")
+    assert (profiles.read(1).segments, profiles.read(1).version) == ([], 0)
+    swept(Sweep(profiles.context, profiles.product))
+    take_segments(profiles, 7, "b")
+    assert (profiles.read(1).segments, profiles.read(1).version) == ([("b", 7)], 4)
 
 
 @pytest.mark.spec("PRO-11")

@@ -18,6 +18,7 @@ from keyfold.profiles.service.storing import COUNTED, Stored, keys_of, loaded, n
 from keyfold.profiles.tables import EVENT_MARKS, EVENT_WATERMARKS, HELD_UPDATES, PROFILE_FLOORS, PROFILES
 
 DAY_SECONDS = 86_400
+JUDGED = ("public_version", "expires_at", "held_until_us", "segments_version")
 
 
 def delete_unconfirmed(tx: Transaction, product: Product, rows_max: int) -> int:
@@ -79,8 +80,7 @@ class Step(Struct, frozen=True):
 def delete_expired(tx: Transaction, product: Product, after: ProfileKey, rows_max: int) -> Step:
     """Look at the next profiles, and let those go of which nothing public is left. Readers saw nothing of it."""
     now = tx.now_us // 1_000_000
-    columns, bytes_max = ("public_version", "expires_at", "held_until_us"), product.settings.write_bytes_max
-    page, last = next_profiles(tx, after, columns, sa.true(), rows_max, bytes_max)
+    page, last = next_profiles(tx, after, JUDGED, sa.true(), rows_max, product.settings.write_bytes_max)
     gone = [(row.profile_type, row.profile_id) for row in page if _may_go(row, tx.now_us)]
     stored = loaded(tx, product, gone, items=1)
     # Judged again under the row's lock, and by the catalog of today: an update may have come, an expiry been raised.
@@ -92,8 +92,13 @@ def delete_expired(tx: Transaction, product: Product, after: ProfileKey, rows_ma
 
 
 def _may_go(row: Stored | sa.Row[Any], now_us: int) -> bool:
-    """What waits keeps its row, and not the public part: whether that goes would tell that something waits."""
-    return row.expires_at < now_us // 1_000_000 and (row.public_version > 0 or row.held_until_us < now_us)
+    """A public part goes whatever keeps its row: if it stayed, it would tell that something waits."""
+    return row.expires_at < now_us // 1_000_000 and (row.public_version > 0 or not _is_kept(row, now_us))
+
+
+def _is_kept(row: Stored | sa.Row[Any], now_us: int) -> bool:
+    """Whether a row is needed without anything public: something waits, or an older set of segments may come again."""
+    return bool(row.held_until_us >= now_us or row.segments_version)
 
 
 def _bill(product: Product, row: Stored, now: int) -> Bill | None:
@@ -112,19 +117,18 @@ def _bill(product: Product, row: Stored, now: int) -> Bill | None:
 
 
 def _let_go(tx: Transaction, product: Product, rows: dict[ProfileKey, Stored]) -> None:
-    """Delete profiles of which nothing public is left; the row of one that still waits stays for what waits."""
+    """Delete profiles of which nothing public is left; a row that is kept for something else is emptied."""
     public = {key: row for key, row in rows.items() if row.public_version}
     for row in public.values():
         row.public_version, row.body = row.public_version + 1, b""
     _raise_floors(tx, public)
     if public and product.settings.publish:
         publish(tx, product, public)
-    waiting = {key: row for key, row in public.items() if row.held_until_us >= tx.now_us}
-    for row in waiting.values():
+    kept = {key: row for key, row in public.items() if _is_kept(row, tx.now_us)}
+    for row in kept.values():
         row.public_version, row.expires_at = 0, 0
-    save(tx, waiting, COUNTED)
-    if ended := [key for key, row in rows.items() if row.held_until_us < tx.now_us]:
-        delete(tx, PROFILES, keys_of(ended))
+    save(tx, kept, COUNTED)
+    delete(tx, PROFILES, keys_of(key for key in rows if key not in kept))
     tx.after_commit.append(lambda: metrics.PROFILES_EXPIRED.inc(len(public)))
 
 
