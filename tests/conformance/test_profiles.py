@@ -467,6 +467,18 @@ def take_segments(profiles: Profiles, version: int, *names: str) -> None:
     profiles.context.store.transact(lambda tx: apply_segments(tx, profiles.product, [record]))
 
 
+@pytest.mark.spec("CNT-08", "PRO-13")
+def test_a_change_of_segments_publishes_no_key_that_has_expired(profiles: Profiles) -> None:
+    profiles.count(event("1", 1, [OFFER, 5], [630, 7]), event("2", 1, [OFFER, 6], time=NOW - DAY), log="order")
+    profiles.clock.advance(60 * DAY)
+    take_segments(profiles, 5, "a")
+    profiles.clock.advance(1)
+    take_segments(profiles, 6, "a")
+    kept = [sorted(key for pack in each.packed_counters for key in pack.keys) for each in published(profiles)]
+    assert kept == [[5, 6, 7], [5, 7], [7]]
+    assert [sorted(pack.keys) for pack in profiles.read(1).packs] == [[7]]
+
+
 @pytest.mark.spec("PRO-11")
 def test_a_set_of_segments_that_was_left_does_not_come_back_after_a_sweep(profiles: Profiles) -> None:
     take_segments(profiles, 5, "a")

@@ -11,10 +11,9 @@ from msgspec import Struct
 from keyfold.core.errors import BadInput, Conflict
 from keyfold.core.files import arrow_and_parquet, sync
 from keyfold.core.store import Store, Transaction
-from keyfold.counters.counters import MutableCounters
 from keyfold.counters.errors import PackWrong
 from keyfold.profiles.model import ProfileKey
-from keyfold.profiles.service.message import whole
+from keyfold.profiles.service.message import current, whole
 from keyfold.profiles.service.product import Product
 from keyfold.profiles.service.storing import Stored, next_profiles, public_rows
 from keyfold.profiles.tables import PROFILES
@@ -92,9 +91,7 @@ def _page(
 def _exportable(product: Product, key: ProfileKey, row: Stored, now: int) -> Exportable | None:
     """What has expired since the last change is left out, as in every answer."""
     try:
-        counters = MutableCounters(product.catalog, row.body, now)
-        counters.cleanup()
+        body = current(product.catalog, row.body, now)
     except PackWrong:
         return None
-    body = counters.serialise()
     return (*key, row.public_version, whole(key, body, row.segments, row.public_version))

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from keyfold.counters import wire
+from keyfold.counters.catalog import Catalog
+from keyfold.counters.counters import MutableCounters
 from keyfold.counters.messages_pb2 import Profile, Segment
 from keyfold.profiles.model import ProfileKey
 
@@ -11,6 +13,13 @@ from keyfold.profiles.model import ProfileKey
 def whole(key: ProfileKey, body: bytes, segments: bytes, version: int) -> bytes:
     """A serialised Profile: its parts are stored as messages of the same type, so that they only need to be joined."""
     return b"".join((_type_field(key[0]), wire.text_field(2, key[1]), body, segments, wire.number_field(6, version)))
+
+
+def current(catalog: Catalog, body: bytes, now: int) -> bytes:
+    """A stored body without what has expired since its last change: as in every answer."""
+    counters = MutableCounters(catalog, body, now)
+    counters.cleanup()
+    return counters.serialise()
 
 
 @lru_cache(maxsize=64)

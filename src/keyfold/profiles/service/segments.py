@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from keyfold.core.store import Transaction
 from keyfold.core.topics.topic import Record
+from keyfold.counters.errors import PackWrong
 from keyfold.profiles.model import ProfileKey, profile_id_of
-from keyfold.profiles.service.message import segments_stored
+from keyfold.profiles.service.message import current, segments_stored
 from keyfold.profiles.service.product import SEGMENT_ID_MAX, Product
 from keyfold.profiles.service.storing import SEGMENTED, Stored, loaded, publish, raise_versions, save
 
@@ -39,7 +40,15 @@ def apply_segments(tx: Transaction, product: Product, records: Sequence[Record])
     raise_versions(tx, changed, list(changed))
     save(tx, changed, SEGMENTED)
     if product.settings.publish:
-        publish(tx, product, changed)
+        publish(tx, product, {key: _as_read(product, row, tx.now_us // 1_000_000) for key, row in changed.items()})
+
+
+def _as_read(product: Product, row: Stored, now: int) -> Stored:
+    """The counters were not written: unlike after a count, some may have expired. What is broken is told as it is."""
+    try:
+        return structs.replace(row, body=current(product.catalog, row.body, now))
+    except PackWrong:
+        return row
 
 
 def _taken(row: Stored, record: Record, count_max: int) -> bool:
