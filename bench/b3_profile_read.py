@@ -124,7 +124,7 @@ def rows_of(ids: Sequence[str], bodies: Sequence[bytes], expires_at: Sequence[in
         "body": bodies,
         "segments": [b""] * count,
         "segments_version": [0] * count,
-        "held_until_us": [0] * count,
+        "held_at_us": [0] * count,
         "expires_at": expires_at,
     }
 

@@ -324,6 +324,26 @@ def test_held_back_data_is_deleted_after_its_period_and_has_no_effect_from_that_
     assert profiles.context.store.read(lambda tx: explain(tx, profiles.product, ("user", "2")))[0].event_id == "4"
 
 
+@pytest.mark.spec("PRO-04", "PRO-06")
+def test_what_waits_is_judged_by_the_period_that_is_set_today(store_url: str) -> None:
+    with opened(store_url, delete_days=5) as profiles:
+        profiles.count(
+            event("1", 1, [OFFER, 5, 1, A]), event("2", 2, [OFFER, 5, 1, A]), event("3", 3, [OFFER, 5, 1, A])
+        )
+    later = NOW + 10 * DAY
+    with opened(store_url, delete_days=30) as profiles:
+        profiles.clock.advance(10 * DAY)
+        swept(Sweep(profiles.context, profiles.product))
+        profiles.count(event("4", 1, [OFFER, 5, 1, B], time=later), event("5", 2, [OFFER, 5], time=later))
+        released = {5: pytest.approx(1 + decayed(1.0, 0.5, 10 * DAY))}
+        assert [profiles.values(1), profiles.values(2)] == [released, released]
+        assert rows_of(profiles, HELD_UPDATES) == 1
+    with opened(store_url, delete_days=5) as profiles:
+        profiles.clock.advance(10 * DAY)
+        profiles.count(event("6", 3, [OFFER, 5, 1, B], time=later))
+        assert profiles.values(3) == {}
+
+
 @pytest.mark.spec("PRO-06", "PRO-07", "PRO-10")
 def test_past_its_period_an_update_waits_for_nobody_though_others_of_its_profile_still_wait(profiles: Profiles) -> None:
     profiles.count(event("old", 1, [OFFER, 5, 1, A]))

@@ -139,7 +139,7 @@ def _(plot: Plot) -> None:
     def loaded_as_waiting(*given: Any, **options: Any) -> dict[Any, Any]:
         rows = loaded(*given, **options)
         for row in rows.values():
-            row.held_until_us = 2**62 if row.held_until_us else 0
+            row.held_at_us = 2**62 if row.held_at_us else 0
         return rows
 
     plot.name(holding, "held_at", held_for_ever)

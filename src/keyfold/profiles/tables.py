@@ -15,7 +15,7 @@ PROFILES = table(
     sa.Column("body", Bytes, nullable=False),
     sa.Column("segments", Bytes, nullable=False),
     sa.Column("segments_version", Int64, nullable=False),
-    sa.Column("held_until_us", Int64, nullable=False),  # after it nothing of this profile is held back
+    sa.Column("held_at_us", Int64, nullable=False),  # when something of this profile was last held back; 0: never
     sa.Column("expires_at", Int64, nullable=False),  # unix seconds, after which every key has expired
     distribute_by="profile_id",
 )

@@ -186,10 +186,9 @@ def _fold_all(tx: Transaction, product: Product, asked: Asked, refused: dict[Eve
 
 def _write(tx: Transaction, product: Product, stored: Mapping[ProfileKey, Stored], plan: Plan) -> None:
     changed: dict[ProfileKey, Stored] = {}
-    held_until_us = tx.now_us + product.settings.delete_us
     for profile, _, _ in plan.settlement.waiting:
         changed[profile] = stored[profile]
-        changed[profile].held_until_us = max(held_until_us, changed[profile].held_until_us)
+        changed[profile].held_at_us = max(tx.now_us, changed[profile].held_at_us)
     public: list[ProfileKey] = []
     expires_at: list[int] = plan.folded.expires_at.tolist()
     places = {plan.profiles[index]: index for index in np.flatnonzero(plan.folded.changed).tolist()}

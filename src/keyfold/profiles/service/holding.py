@@ -42,7 +42,7 @@ def held_at(tx: Transaction, product: Product, keys: Columns) -> dict[Place, lis
     """
     if not keys:
         return {}
-    oldest_us = tx.now_us - product.settings.delete_us
+    oldest_us = product.held_oldest_us(tx.now_us)
     found: dict[Place, list[Held]] = {}
     for key, values in sorted(load(tx, HELD_UPDATES, keys, _HELD).items()):
         profile_type, profile_id, time_counter_id, at, time, event_id, log, number = key
@@ -73,7 +73,7 @@ def several_owners(tx: Transaction, product: Product, merged: Sequence[Sequence[
             f" WHERE held.committed_at_us > {mark}"
             " GROUP BY 1, 2, 3 HAVING min(held.owner) < max(held.owner)"
         )
-        found += tx.rows(sql, (*parameters, tx.now_us - product.settings.delete_us))
+        found += tx.rows(sql, (*parameters, product.held_oldest_us(tx.now_us)))
     return sorted(
         {(*profile, group + SIGN_BIT, key + SIGN_BIT) for number, group, key in found for profile in merged[number]}
     )
@@ -85,12 +85,12 @@ def held_before(
     """What waits at the keys that this batch touches; only profiles that hold anything are looked at."""
     if not product.delayed:
         return {}
-    now_us = tx.now_us
+    oldest_us = product.held_oldest_us(tx.now_us)
     places = sorted(
         {
             (*profile, product.delayed[counter.id].id, key)
             for _, profile, updates in asked.runs()
-            if stored[profile].held_until_us > now_us
+            if stored[profile].held_at_us > oldest_us
             for counter, key, _, _ in updates
             if counter.id in product.delayed
         }

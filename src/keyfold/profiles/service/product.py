@@ -57,6 +57,10 @@ class Product:
             keep_kinds(tx, list(fresh.values()))
             tx.after_commit.append(lambda: self._pinned.update(fresh))
 
+    def held_oldest_us(self, now_us: int) -> int:
+        """What was held back at this moment or before has no effect any more, by the setting of today."""
+        return now_us - self.settings.delete_us
+
     @property
     def is_set_up(self) -> bool:
         return bool(self.settings.catalog)

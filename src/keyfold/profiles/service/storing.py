@@ -18,9 +18,9 @@ from keyfold.profiles.service.message import whole
 from keyfold.profiles.service.product import PROFILES_TOPIC, Product
 from keyfold.profiles.tables import PROFILE_FLOORS, PROFILES
 
-COUNTED = ("public_version", "body", "held_until_us", "expires_at")
+COUNTED = ("public_version", "body", "held_at_us", "expires_at")
 SEGMENTED = ("public_version", "segments", "segments_version")
-COLUMNS = ("version", "public_version", "body", "segments", "segments_version", "held_until_us", "expires_at")
+COLUMNS = ("version", "public_version", "body", "segments", "segments_version", "held_at_us", "expires_at")
 KEY = ("profile_type", "profile_id")
 _BODY, _SEGMENTS = COLUMNS.index("body"), COLUMNS.index("segments")
 _SIZE = (sa.func.length(PROFILES.c.body) + sa.func.length(PROFILES.c.segments)).label("size")
@@ -34,7 +34,7 @@ class Stored(Struct):
     body: bytes = b""
     segments: bytes = b""
     segments_version: int = 0
-    held_until_us: int = 0
+    held_at_us: int = 0
     expires_at: int = 0
 
 

@@ -18,12 +18,12 @@ from keyfold.profiles.service.storing import COUNTED, Stored, keys_of, loaded, n
 from keyfold.profiles.tables import EVENT_MARKS, EVENT_WATERMARKS, HELD_UPDATES, PROFILE_FLOORS, PROFILES
 
 DAY_SECONDS = 86_400
-JUDGED = ("public_version", "expires_at", "held_until_us", "segments_version")
+JUDGED = ("public_version", "expires_at", "held_at_us", "segments_version")
 
 
 def delete_unconfirmed(tx: Transaction, product: Product, rows_max: int) -> int:
     """Delete held-back updates past their period, oldest first; they had no effect since that moment."""
-    before = tx.now_us - product.settings.delete_us
+    before = product.held_oldest_us(tx.now_us)
     edge = (
         sa.select(HELD_UPDATES.c.committed_at_us)
         .where(HELD_UPDATES.c.committed_at_us <= before)
@@ -79,26 +79,26 @@ class Step(Struct, frozen=True):
 
 def delete_expired(tx: Transaction, product: Product, after: ProfileKey, rows_max: int) -> Step:
     """Look at the next profiles, and let those go of which nothing public is left. Readers saw nothing of it."""
-    now = tx.now_us // 1_000_000
+    now, oldest_us = tx.now_us // 1_000_000, product.held_oldest_us(tx.now_us)
     page, last = next_profiles(tx, after, JUDGED, sa.true(), rows_max, product.settings.write_bytes_max)
-    gone = [(row.profile_type, row.profile_id) for row in page if _may_go(row, tx.now_us)]
+    gone = [(row.profile_type, row.profile_id) for row in page if _may_go(row, now, oldest_us)]
     stored = loaded(tx, product, gone, items=1)
     # Judged again under the row's lock, and by the catalog of today: an update may have come, an expiry been raised.
-    may_go = {key: row for key, row in stored.items() if _may_go(row, tx.now_us)}
+    may_go = {key: row for key, row in stored.items() if _may_go(row, now, oldest_us)}
     bills = {key: bill for key, row in may_go.items() if (bill := _bill(product, row, now)) is not None}
     _let_go(tx, product, {key: stored[key] for key in bills})
     tx.after_commit.extend(partial(metrics.count_lost, product.catalog, bill) for bill in bills.values())
     return Step(last, len(bills))
 
 
-def _may_go(row: Stored | sa.Row[Any], now_us: int) -> bool:
+def _may_go(row: Stored | sa.Row[Any], now: int, oldest_us: int) -> bool:
     """A public part goes whatever keeps its row: if it stayed, it would tell that something waits."""
-    return row.expires_at < now_us // 1_000_000 and (row.public_version > 0 or not _is_kept(row, now_us))
+    return row.expires_at < now and (row.public_version > 0 or not _is_kept(row, oldest_us))
 
 
-def _is_kept(row: Stored | sa.Row[Any], now_us: int) -> bool:
+def _is_kept(row: Stored | sa.Row[Any], oldest_us: int) -> bool:
     """Whether a row is needed without anything public: something waits, or an older set of segments may come again."""
-    return bool(row.held_until_us >= now_us or row.segments_version)
+    return bool(row.held_at_us > oldest_us or row.segments_version)
 
 
 def _bill(product: Product, row: Stored, now: int) -> Bill | None:
@@ -124,7 +124,7 @@ def _let_go(tx: Transaction, product: Product, rows: dict[ProfileKey, Stored]) -
     _raise_floors(tx, public)
     if public and product.settings.publish:
         publish(tx, product, public)
-    kept = {key: row for key, row in public.items() if _is_kept(row, tx.now_us)}
+    kept = {key: row for key, row in public.items() if _is_kept(row, product.held_oldest_us(tx.now_us))}
     for row in kept.values():
         row.public_version, row.expires_at = 0, 0
     save(tx, kept, COUNTED)
