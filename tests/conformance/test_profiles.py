@@ -686,6 +686,40 @@ def test_what_expires_with_its_whole_profile_is_on_the_eviction_bill(profiles: P
     assert moved("counter_lost_weight", **lost) - before == pytest.approx(weight), "once"
 
 
+@pytest.mark.spec("CORE-17", "CNT-18", "PRO-06")
+def test_the_metrics_move_with_what_waits_goes_and_is_lost(profiles: Profiles) -> None:
+    interest = {"counter": "CI_OFFER_INTEREST_COUNT"}
+
+    def told() -> list[float]:
+        names = ("held_updates", "held_updates_released", "held_updates_pushed_out", "held_updates_deleted")
+        lost = [moved("counter_lost_weight", **interest, to=each) for each in ("MaxRecords", "ExpireDays")]
+        return [*map(moved, names), moved("profiles_expired"), *lost]
+
+    def since(before: list[float]) -> list[float]:
+        return [round(after - each, 6) for after, each in zip(told(), before, strict=True)]
+
+    start = told()
+    profiles.count(event("1", 1, [OFFER, 5, 1, A]), event("2", 1, [OFFER, 5, 1, B]), event("3", 2, [OFFER, 5, 1, A]))
+    assert since(start) == [1, 2, 0, 0, 0, 0, 0], "the first two confirm each other, the third waits"
+    start = told()
+    profiles.count(*[event(f"p{n:03}", 3, [OFFER, 1_000 + n, 1, A], time=NOW - 1) for n in range(601)])
+    assert since(start) == [601, 0, 1, 0, 0, 0, 0]
+    start = told()
+    profiles.count(event("many", 4, *[[OFFER, key] for key in range(32)]))
+    assert since(start) == [0, 0, 0, 0, 0, 2, 0], "two above MaxRecords"
+    start = told()
+    profiles.clock.advance(5 * DAY)
+    swept(Sweep(profiles.context, profiles.product))
+    assert since(start) == [0, 0, 0, 601, 0, 0, 0]
+    start = told()
+    profiles.clock.advance(60 * DAY)
+    profiles.count(event("again", 4, [OFFER, 99], time=NOW + 65 * DAY))
+    assert since(start)[-1] == pytest.approx(decayed(30.0, 0.5, 65 * DAY), abs=1e-6), "by a count"
+    start = told()
+    swept(Sweep(profiles.context, profiles.product))
+    assert since(start) == [0, 0, 0, 0, 1, 0, pytest.approx(decayed(2.0, 0.5, 65 * DAY), abs=1e-6)], "by the sweep"
+
+
 @pytest.mark.spec("CNT-07")
 def test_a_profile_that_waits_for_a_second_source_is_not_swept(profiles: Profiles) -> None:
     profiles.count(event("1", 1, [OFFER, 5, 1, A]))
