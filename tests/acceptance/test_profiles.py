@@ -13,7 +13,7 @@ import requests
 from keyfold.core import access
 from keyfold.core.store import Store
 from keyfold.counters.messages_pb2 import Profiles
-from tests.acceptance.served import KEYFOLD, PROFILES, Served, serving
+from tests.acceptance.served import KEYFOLD, PROFILES, ROOT, Served, serving
 from tests.profiles import OFFER, OFFER_TIME, opened
 from tests.profiles import event as own_event
 
@@ -232,7 +232,9 @@ def test_the_metrics_tell_folds_held_back_data_and_what_was_lost(served: Served)
 
 
 def command(store_url: str, directory: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    environ = {"PATH": "/usr/bin:/bin", **PROFILES, "KEYFOLD_STORE_URL": store_url}
+    # The keyfold under test, as the server is, and not another one that is installed.
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **PROFILES}
+    environ["KEYFOLD_STORE_URL"] = store_url
     return subprocess.run([*KEYFOLD, *arguments], cwd=directory, env=environ, capture_output=True, text=True)
 
 
