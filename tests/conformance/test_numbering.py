@@ -33,7 +33,17 @@ from keyfold.core.relay import Relay
 from keyfold.core.store import Transaction
 from keyfold.core.topics.topic import Message, Record
 from keyfold.numbering.model import Place, Version
-from keyfold.numbering.service import building, comparing, coordinating, finding, mastering, planning, running, states
+from keyfold.numbering.service import (
+    building,
+    comparing,
+    coordinating,
+    finding,
+    marking,
+    mastering,
+    planning,
+    running,
+    states,
+)
 from keyfold.numbering.service.mastering import CopiesLacking, LockTaken, Master, StateLost
 from keyfold.numbering.worker import Upkeep, consumers
 from tests.numbering import Numbering, columns, key, opened, places, rows, write_offers
@@ -171,7 +181,8 @@ def test_a_master_that_lost_its_lock_publishes_nothing(numbering: Numbering, mom
     assert record.current == won[0]
     assert len(record.states) == 2
     assert key(77) not in places(numbering.last())
-    # What it wrote goes, at the latest with the next master.
+    # What it wrote goes, at the latest with the next master after the grace.
+    numbering.settings = structs.replace(numbering.settings, grace_hours=0)
     numbering.run(1, 2, 3)
     named = {each.path.split("/")[1] for each in numbering.record().states}
     for cluster in ("arnold", "hahn"):
@@ -451,28 +462,145 @@ def test_a_state_is_read_wherever_a_master_has_brought_it(tmp_path: Path) -> Non
         assert product.run(1, 2, 3, cluster="fourth").version == "1.0.0.1"
 
 
-@pytest.mark.spec("NUM-10", "NUM-05")
-def test_a_store_that_was_set_back_uses_no_version_again(tmp_path: Path) -> None:
-    file = tmp_path / "keyfold.db"
-    with opened(f"sqlite:///{file}", tmp_path) as product:
-        product.run(1, 2)
-    backup = file.read_bytes()
-    with opened(f"sqlite:///{file}", tmp_path) as product:
-        product.run(1, 2, 3)
-        lost = product.run(1, 2, 3, 4)
-        kept = places(product.last())
-    file.write_bytes(backup)
-    with opened(f"sqlite:///{file}", tmp_path) as product:
+class Backup:
+    """What a backup of the store has of the coordinator."""
+
+    def __init__(self, product: Numbering) -> None:
+        self._store = product.context.store
+        self._rows = {
+            table: [tuple(row) for row in self._store.read(lambda tx, table=table: tx.driver(f"SELECT * FROM {table}"))]  # type: ignore[misc]
+            for table in ("leases", "pointers")
+        }
+
+    def restore(self) -> None:
+        self._store.transact(self._put_back)
+
+    def _put_back(self, tx: Transaction) -> None:
+        mark = "?" if tx.is_sqlite else "%s"
+        for table, saved in self._rows.items():
+            tx.driver(f"DELETE FROM {table}")
+            for row in saved:
+                tx.driver(f"INSERT INTO {table} VALUES ({', '.join([mark] * len(row))})", row)
+        tx.driver("UPDATE leases SET expires_at_us = 0")  # backups are older than any lease
+
+
+@pytest.fixture
+def stored(store_url: str, tmp_path: Path) -> Iterator[Numbering]:
+    with opened(store_url, tmp_path, states_kept=1) as product:
+        yield product
+
+
+@pytest.mark.spec("NUM-10", "NUM-05", "NUM-14")
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_store_that_was_set_back_uses_no_version_again(stored: Numbering, lost: int) -> None:
+    """However often it is tried: each try takes a ticket, and soon ours are as great as those that were lost."""
+    stored.run(1, 2)
+    backup = Backup(stored)
+    last = [stored.run(*range(1, 4 + more)) for more in range(lost)][-1]
+    kept = places(stored.last())
+    there = stored.names("arnold"), stored.names("hahn")
+    backup.restore()
+    for _ in range(5):
         with pytest.raises(Conflict, match="keyfold number adopt --over"):
-            product.run(1, 2, 5)
-        with pytest.raises(Conflict, match="--over"):
-            mastering.adopt(product.context, product.settings, "main", "tester")
-        record = mastering.adopt(product.context, product.settings, "main", "tester", is_over=True)
-        assert record.current is not None
-        assert record.current.checksum == lost.checksum
-        assert product.run(1, 2, 3, 4, 5).version == "1.0.1.0"
-        assert {each: places(product.last())[each] for each in kept} == kept
-        assert product.run(1, 2, 3, 4, 5, 6).version == "1.0.1.1"
+            stored.run(1, 2, 9)
+        with pytest.raises(Conflict, match="keyfold number adopt --over"):
+            mastering.prune(stored.context, stored.settings, "main", "tester")
+    assert (stored.names("arnold"), stored.names("hahn")) == there
+    with pytest.raises(Conflict, match="--over"):
+        mastering.adopt(stored.context, stored.settings, "main", "tester")
+    record = mastering.adopt(stored.context, stored.settings, "main", "tester", is_over=True)
+    assert record.current is not None
+    assert record.current.checksum == last.checksum
+    assert stored.run(1, 2, 3, 4, 5).version == "1.0.1.0"
+    assert {each: places(stored.last())[each] for each in kept} == kept
+    assert stored.run(1, 2, 3, 4, 5, 6).version == "1.0.1.1"
+
+
+@pytest.mark.spec("NUM-10", "NUM-05")
+def test_a_backup_that_was_made_while_a_master_ran_is_known_to_be_old(stored: Numbering) -> None:
+    """Its ticket is in the backup, so that by the tickets alone its state would be one that a dead master left."""
+    stored.run(1, 2)
+    backups: list[Backup] = []
+    stored.run(1, 2, 3, tell=lambda step: backups.append(Backup(stored)) if step == "read" else None)
+    backups[0].restore()
+    for _ in range(3):
+        with pytest.raises(Conflict, match=r"1\.0\.0\.1 of run 2 was published to arnold"):
+            stored.run(1, 2, 9)
+    record = mastering.invalidate(
+        stored.context, stored.settings, "main", "tester", why="", even_if_readable=True, even_if_none_is_left=True
+    )
+    # A person has decided that V rises: what was published in the last one is never used again.
+    assert record.rebuild_next == 1
+    assert stored.run(1, 2, 9).version == "1.0.1.0"
+
+
+@pytest.mark.spec("NUM-10", "NUM-15")
+def test_a_master_that_died_before_it_told_the_clusters_is_made_up_for(
+    stored: Numbering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mastering, "mark_published", lambda *_: (_ for _ in ()).throw(SystemExit(9)))
+    with pytest.raises(SystemExit):
+        stored.run(1, 2)
+    monkeypatch.undo()
+    backup = Backup(stored)
+    assert stored.run(1, 2, 3).version == "1.0.0.1"
+    backup.restore()
+    with pytest.raises(Conflict, match="--over"):
+        stored.run(1, 2, 9)
+
+
+@pytest.mark.spec("NUM-10", "NUM-05")
+def test_a_paused_master_takes_back_nothing_of_what_the_clusters_were_told(stored: Numbering) -> None:
+    root = stored.root("arnold")
+    first = stored.run(1, 2)
+    newer = stored.run(1, 2, 3)
+    mastering.mark_published(stored.settings, "main", first)
+    assert max(marking.found(root, "main")) == marking.of(newer)
+    mastering.mark_published(stored.settings, "main", newer)
+    assert marking.found(root, "main") == [marking.of(newer)]
+
+
+@pytest.mark.spec("NUM-10", "NUM-05")
+def test_nothing_is_published_while_too_few_clusters_can_say_what_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = folders.Root.names
+
+    def silent(root: folders.Root, path: str = "") -> list[str]:
+        if root.url.endswith("hahn"):
+            raise FolderUnreachable("no link")
+        return names(root, path)
+
+    with opened(f"sqlite:///{tmp_path / 'one.db'}", tmp_path, copies_min=1) as product:
+        product.run(1, 2)
+        monkeypatch.setattr(folders.Root, "names", silent)
+        with pytest.raises(Unavailable, match="whether there are newer states of main is not known: hahn"):
+            product.run(1, 2, 3)
+        # Every state has two copies, so that arnold would know.
+        product.settings = structs.replace(product.settings, copies_min=2)
+        assert product.run(1, 2, 3).version == "1.0.0.1"
+
+
+@pytest.mark.spec("NUM-14", "NUM-15")
+def test_a_whole_state_that_the_record_does_not_know_has_the_grace_of_others(
+    stored: Numbering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can tell by its files whether it was ever published."""
+    monkeypatch.setattr(Master, "_publish", lambda *_: (_ for _ in ()).throw(SystemExit(9)))
+    with pytest.raises(SystemExit):
+        stored.run(1, 2)
+    monkeypatch.undo()
+    (stray,) = stored.names("hahn")
+    for _ in range(2):
+        stored.run(1, 2, 3)
+        assert stray in stored.names("arnold")
+        assert stray in stored.names("hahn")
+    assert list(stored.record().strays) == [f"main/{stray}"]
+    stored.settings = structs.replace(stored.settings, grace_hours=0)
+    stored.run(1, 2, 3)
+    assert stray not in stored.names("arnold") + stored.names("hahn")
+    stored.run(1, 2, 3)
+    assert stored.record().strays == {}
 
 
 @pytest.mark.spec("NUM-10")

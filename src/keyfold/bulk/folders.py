@@ -140,6 +140,24 @@ class Root:
             self._fs.makedirs(self.at(path).rpartition("/")[0], exist_ok=True)
             self._fs.put_file(str(source), self.at(path))
 
+    def write(self, path: str, data: bytes) -> None:
+        """Write a small file, which is there after a loss of power."""
+        with self.failing():
+            if not self.is_local:
+                self._fs.makedirs(self.at(path).rpartition("/")[0], exist_ok=True)
+                self._fs.pipe_file(self.at(path), data)
+                return
+            file = self.local(path)
+            make_folder(file.parent)
+            file.write_bytes(data)
+            sync(file)
+            sync(file.parent)
+
+    def drop(self, path: str) -> None:
+        """Delete a file; it may be gone already."""
+        with self.failing(), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self.at(path))
+
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
         """The failures of a file system in one word."""
