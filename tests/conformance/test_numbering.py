@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -764,6 +765,33 @@ def test_masters_index_what_they_publish(small: Numbering) -> None:
         assert {found.key: place for place, found in back.items()} == expected
     with pytest.raises(finding.IndexLacking, match="keyfold number index"):
         finding.Index(small.last("hahn"))
+
+
+@pytest.mark.spec("NUM-13")
+@pytest.mark.parametrize("cluster", ["arnold", "hahn"])
+def test_look_ups_are_answered_whichever_cluster_has_published(stored: Numbering, cluster: str) -> None:
+    state = stored.run(*range(20), cluster=cluster)
+    look = partial(finding.look_up, keys=[key(3), key(77)], places=[])
+    by_key, _ = mastering.read_anywhere(stored.settings, state, look)
+    assert {each: found.place for each, found in by_key.items()} == {key(3): places(stored.last())[key(3)]}
+    stored.root(cluster).remove(finding.index_path(state.path))
+    with pytest.raises(finding.IndexLacking):
+        mastering.read_anywhere(stored.settings, state, look)
+
+
+@pytest.mark.spec("NUM-06", "NUM-15")
+@pytest.mark.parametrize("cluster", ["arnold", "hahn"])
+@pytest.mark.parametrize("how", HOW)
+def test_what_is_asked_of_a_state_is_answered_by_any_whole_copy(small: Numbering, how: str, cluster: str) -> None:
+    small.run(1, 2)
+    state = small.run(1, 2, 3)
+    spoil(small, cluster, how)
+    compare = partial(
+        comparing.compatible, data=Version.parse("1.0.0.0"), places_max=9, megabytes_max=500, scratch=None
+    )
+    assert mastering.read_anywhere(small.settings, state, compare).answer == "yes"
+    with pytest.raises(StateLost, match=f"cannot be read: {cluster}"):
+        mastering.read_anywhere(small.settings, state, compare, cluster)
 
 
 @pytest.mark.spec("NUM-13")

@@ -179,6 +179,12 @@ class Index:
         return {each.key: each for each in self.by_places(candidates).values() if each.key in wanted}
 
 
+def look_up(state: Stored, keys: Sequence[Key], places: Sequence[Place]) -> tuple[dict[Key, Found], dict[Place, Found]]:
+    """The places of keys and who has places, by the index of a state."""
+    with Index(state) as index:
+        return index.by_keys(keys), index.by_places(places)
+
+
 class _Sorted:
     """A Parquet file in the order of a number that its columns make."""
 

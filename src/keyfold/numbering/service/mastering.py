@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -21,6 +22,7 @@ from keyfold.numbering import metrics, model
 from keyfold.numbering.model import Published, Record, Version
 from keyfold.numbering.service import coordinating, finding, marking, running, states
 from keyfold.numbering.service.coordinating import UNREACHABLE, Hold
+from keyfold.numbering.service.finding import IndexLacking
 from keyfold.numbering.service.marking import Mark
 from keyfold.numbering.service.running import Request
 from keyfold.numbering.service.states import Stored
@@ -29,6 +31,7 @@ from keyfold.numbering.settings import NumberingSettings, type_named
 log = structlog.get_logger(__name__)
 
 Tell = Callable[[str], None]
+T = TypeVar("T")
 NO_TICKET = 2**63
 
 
@@ -575,18 +578,33 @@ def readable(settings: NumberingSettings, state: Published) -> bool:
 
 def stored(settings: NumberingSettings, state: Published, cluster: str = "") -> Stored:
     """A published state where it can be read; by its manifest, which is compared with what was published."""
-    failures = []
+    return read_anywhere(settings, state, lambda found: found, cluster)
+
+
+def read_anywhere(settings: NumberingSettings, state: Published, work: Callable[[Stored], T], cluster: str = "") -> T:
+    """What work makes of a published state, by the first copy that it can be made from.
+
+    One copy may be broken where another is whole, and an index lies beside one copy alone.
+    """
+    failures: list[str] = []
+    lacking: IndexLacking | None = None
     for name in [cluster] if cluster else _holders(settings, state):
         try:
-            return states.read(root_of(settings, name), state.path, checksum=state.checksum)
+            return work(states.read(root_of(settings, name), state.path, checksum=state.checksum))
+        except IndexLacking as error:
+            lacking = error
         except (NotFound, Unavailable) as error:
             failures.append(f"{name}: {error}")
+    if lacking:
+        raise lacking
     raise StateLost(f"{state.version} cannot be read: {'; '.join(failures)}")
 
 
 def _holders(settings: NumberingSettings, state: Published) -> list[str]:
-    """Clusters to look for a state in: those that it was published with, then those of masters that went on from it."""
-    return sorted(settings.clusters, key=lambda name: name not in state.clusters)
+    """Clusters to look for a state in: its master's own, which has the index, the others that it was published with,
+    then those of masters that went on from it."""
+    order = {name: at for at, name in enumerate(state.clusters)}
+    return sorted(settings.clusters, key=lambda name: order.get(name, len(order)))
 
 
 def _readable_from(settings: NumberingSettings, state: Published) -> Iterator[str]:
