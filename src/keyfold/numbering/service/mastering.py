@@ -378,8 +378,10 @@ def must_be_newest(hold: Hold, settings: NumberingSettings, type_name: str) -> N
 def mark_published(settings: NumberingSettings, type_name: str, state: Published) -> None:
     """Tell the clusters what was published, as far as they answer: a later master makes up for what is missing."""
     for cluster in settings.clusters:
+        root = root_of(settings, cluster)
         try:
-            marking.leave(root_of(settings, cluster), type_name, marking.of(state))
+            if root.names(type_name):  # where there is nothing at all, the cluster may not be mounted
+                marking.leave(root, type_name, marking.of(state))
         except Unavailable as error:
             log.warning("a cluster was not told what is published", cluster=cluster, error=str(error))
 
