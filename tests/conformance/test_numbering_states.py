@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,6 +69,54 @@ def failing() -> Iterator[type[FailingFileSystem]]:
     yield FailingFileSystem
     FailingFileSystem.store.clear()
     FailingFileSystem.pseudo_dirs[:] = [""]
+
+
+class HangingFileSystem(FailingFileSystem):
+    """One whose first upload hangs at one of its files, and fails when it goes on."""
+
+    protocol = "hanging"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    hangs_at: ClassVar[int] = 0
+    hung: ClassVar[threading.Event]
+    released: ClassVar[threading.Event]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(MemoryFileSystem._strip_protocol(path.removeprefix("hanging://")))
+
+    def put_file(self, lpath: str, rpath: str, **options: Any) -> None:
+        is_late = self.wait()
+        MemoryFileSystem.put_file(self, lpath, rpath, **options)
+        if is_late:
+            self.pipe_file(rpath, Path(lpath).read_bytes()[:10])
+            raise OSError(errno.EIO, "the network is gone")
+
+    def cp_file(self, path1: str, path2: str, **options: Any) -> None:
+        is_late = self.wait()
+        super().cp_file(path1, path2, **options)
+        if is_late:
+            raise OSError(errno.EIO, "the network is gone")
+
+    @classmethod
+    def wait(cls) -> bool:
+        cls.operations += 1
+        if cls.operations != cls.hangs_at:
+            return False
+        cls.hung.set()
+        assert cls.released.wait(60)
+        return True
+
+
+@pytest.fixture
+def hanging() -> Iterator[type[HangingFileSystem]]:
+    fsspec.register_implementation("hanging", HangingFileSystem, clobber=True)
+    HangingFileSystem.operations = 0
+    HangingFileSystem.hung, HangingFileSystem.released = threading.Event(), threading.Event()
+    yield HangingFileSystem
+    HangingFileSystem.released.set()
+    HangingFileSystem.store.clear()
+    HangingFileSystem.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -283,6 +332,32 @@ def test_a_copy_that_fails_anywhere_is_done_again_and_becomes_visible_whole(
     failing.fails_at = None
     states.verify(states.read(target, "state", checksum=state.checksum))
     copy()
+
+
+@pytest.mark.spec("NUM-09", "NUM-15")
+@pytest.mark.parametrize("step", ["first file", "manifest", "first name", "name of the manifest"])
+def test_a_copy_that_was_left_behind_spoils_nothing_of_the_one_that_was_made_since(
+    hanging: type[HangingFileSystem], offers: str, tmp_path: Path, step: str
+) -> None:
+    source, target = Root(str(tmp_path / "near")), Root("hanging://far/cluster")
+    state = running.run(request(offers, source, path="state"))
+    manifest = states.encoded(state.manifest)
+
+    def copy(go_on: Callable[[], None]) -> None:
+        folders.copy(source, target, "state", state.manifest.files, manifest, scratch=tmp_path, go_on=go_on)
+
+    count = len(state.manifest.files)
+    hanging.hangs_at = {"first file": 1, "manifest": count + 1, "first name": count + 2}.get(step, 2 * count + 2)
+    with pytest.raises(FolderUnreachable, match="took longer"):
+        folders.within(1, copy, "the first try")
+    folders.within(30, copy, "the second try")
+    hanging.released.set()
+    for thread in threading.enumerate():
+        if thread.name == "the first try":
+            thread.join(60)
+    states.verify(states.read(target, "state", checksum=state.checksum))
+    assert target.names() == ["state"]
+    assert leftovers(tmp_path) == []
 
 
 @pytest.mark.spec("NUM-09", "NUM-15")
