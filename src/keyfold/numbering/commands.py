@@ -337,13 +337,13 @@ def history(
 def index(
     ctx: typer.Context, state: StateOption = "", type_name: TypeOption = "main", cluster: ClusterOption = ""
 ) -> Answer:
-    """Build the look-up index of a state."""
+    """Build the look-up index of a state; one that is there is compared with what was written, and built again."""
     from keyfold.numbering.service import finding
 
     settings = _settings(ctx)
 
     def build(found: "Stored") -> str:
-        finding.build(found, settings.engine_megabytes_max, _scratch(settings))
+        finding.build(found, settings.engine_megabytes_max, _scratch(settings), is_verified=True)
         return found.manifest.version
 
     version = _asked_of(ctx, state, type_name, cluster, build)
