@@ -45,7 +45,7 @@ from keyfold.numbering.service import (
     running,
     states,
 )
-from keyfold.numbering.service.mastering import CopiesLacking, LockTaken, Master, StateLost
+from keyfold.numbering.service.mastering import CopiesLacking, LockTaken, Master, StateLost, StateNotBrought
 from keyfold.numbering.worker import Upkeep, consumers
 from tests.numbering import Numbering, columns, key, opened, places, rows, write_offers
 from tests.product import consume_all, relay_all
@@ -304,6 +304,26 @@ def test_a_broken_copy_is_replaced_by_the_one_of_another_cluster(small: Numberin
     spoil(small, "arnold", how)
     assert small.run(1, 2, 3).version == "1.0.0.1"
     assert places(small.last()).keys() == {key(1), key(2), key(3)}
+
+
+@pytest.mark.spec("NUM-15")
+@pytest.mark.parametrize("fault", ["it cannot be written", "it hangs"])
+def test_a_cluster_that_cannot_take_the_last_state_is_not_taken_for_a_lost_state(
+    tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters = {name: str(tmp_path / name) for name in ("arnold", "hahn", "third")}
+    url = f"sqlite:///{tmp_path / 'keyfold.db'}"
+    with opened(url, tmp_path, clusters=clusters, copy_seconds_max=1, copy_tries_max=1) as product:
+        product.run(1, 2)
+        if fault == "it hangs":
+            monkeypatch.setattr(folders, "copy", lambda *_, **__: time.sleep(5))
+        else:
+            (tmp_path / "third").write_text("a file, where a folder should be")
+        with pytest.raises(StateNotBrought, match="could not be copied to third from arnold") as refused:
+            product.run(1, 2, 3, cluster="third")
+        assert "invalidate" not in str(refused.value)
+        monkeypatch.undo()
+        assert product.run(1, 2, 3).version == "1.0.0.1"
 
 
 @pytest.mark.spec("NUM-15", "NUM-05")

@@ -41,6 +41,12 @@ class StateLost(Unavailable):
     slug = "state-lost"
 
 
+class StateNotBrought(Unavailable):
+    """The last state is on another cluster, and could not be copied to the master's own"""
+
+    slug = "state-not-brought"
+
+
 class CopiesLacking(Unavailable):
     """Too few clusters could take a copy of the state, so it was not published"""
 
@@ -188,11 +194,10 @@ class Master:
     def _brought(self, hold: Hold, last: Published, tell: Tell) -> Stored:
         """The last state on our own cluster, copied from wherever it can be read."""
         failures: list[str] = []
+        stuck: list[str] = []
         is_broken = False
         try:
-            state = states.read(self._own, last.path, checksum=last.checksum)
-            self._bounded(partial(_verified, state), f"reading {state.where}")
-            return state
+            return self._found(self._cluster, last, is_verified=True)
         except NotFound:
             pass
         except Unavailable as error:
@@ -203,19 +208,36 @@ class Master:
                 continue
             hold.must_be_held()
             try:
-                found = states.read(root_of(self._settings, cluster), last.path, checksum=last.checksum)
+                found = self._found(cluster, last, is_verified=is_broken)
+            except (NotFound, Unavailable) as error:
+                failures.append(f"{cluster}: {error}")
+                continue
+            try:
                 if is_broken:
-                    self._bounded(partial(_verified, found), f"reading {found.where}")
                     self._own.remove(last.path)  # only now: until here it might have been all that there is
                     is_broken = False
                 self._copied(found, self._own, tell, f"state copied from {cluster}")
                 return states.read(self._own, last.path, checksum=last.checksum)
+            except FolderUnreachable as error:
+                stuck.append(f"{cluster}: {error}")
             except (NotFound, Unavailable) as error:
                 failures.append(f"{cluster}: {error}")
+        if stuck:
+            raise StateNotBrought(
+                f"{last.version}, the last state of {self._type_name}, could not be copied to {self._cluster} from"
+                f" {'; '.join(stuck)}",
+                hint="Nothing is lost: mend the cluster, or run on another",
+            )
         raise StateLost(
             f"{last.version}, the last state of {self._type_name}, can be read from no cluster: {'; '.join(failures)}",
             hint=f"Bring it back, or give it up: keyfold number invalidate --type {self._type_name}",
         )
+
+    def _found(self, cluster: str, last: Published, *, is_verified: bool) -> Stored:
+        state = states.read(root_of(self._settings, cluster), last.path, checksum=last.checksum)
+        if is_verified:
+            self._bounded(partial(_verified, state), f"reading {state.where}")
+        return state
 
     def _given(self, hold: Hold, state: Stored, tell: Tell) -> list[str]:
         """Copy a state to other clusters until enough hold it."""
