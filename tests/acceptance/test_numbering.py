@@ -219,6 +219,19 @@ def test_masters_follow_each_other_and_the_history_tells(keyfold: Run, tmp_path:
     assert "invalid: fire" in keyfold("history").stdout
 
 
+@pytest.mark.spec("NUM-14", "NUM-06")
+def test_the_version_of_data_tells_the_type_of_their_state(keyfold: Run, tmp_path: Path) -> None:
+    types = {"KEYFOLD_NUMBERING_TYPES": '{"main": {"number": 1}, "turbo": {"number": 2, "scheme": 1}}'}
+    table = offers(tmp_path, "o1", 1, 2)
+    for name in ("main", "turbo"):
+        run = ("run-master", "--cluster", "arnold", "--input-offers-table", table, "--type", name, "--json")
+        told(keyfold(*run, **types))
+    assert told(keyfold("compatible", "2.1.0.0", "--json", **types))["answer"] == "yes"
+    assert told(keyfold("compatible", "1.0.0.0", "--json", **types))["state"] == "1.0.0.0"
+    assert "none of the states" in refused(keyfold("compatible", "2.1.0.0", "--type", "main", **types))
+    assert "numbering.types has 1 (main), 2 (turbo)" in refused(keyfold("compatible", "3.0.0.0", **types))
+
+
 @pytest.mark.spec("NUM-10")
 def test_two_masters_started_at_once_publish_one_after_the_other(tmp_path: Path) -> None:
     table = offers(tmp_path, "o1", *range(50))

@@ -11,7 +11,7 @@ from keyfold.core.answer import Answer
 from keyfold.core.errors import BadInput
 from keyfold.core.times import iso
 from keyfold.numbering.model import SUMMARY_WORDS, Key, Place, Version, stands
-from keyfold.numbering.settings import NumberingSettings, scheme_numbered, type_named
+from keyfold.numbering.settings import NumberingSettings, scheme_numbered, type_named, type_numbered
 
 if TYPE_CHECKING:
     from keyfold.core.context import Context
@@ -261,7 +261,9 @@ def compatible(
     ctx: typer.Context,
     data: Annotated[str, typer.Argument(metavar="T.S.V.G", help="The version that the data were made for.")],
     state: StateOption = "",
-    type_name: TypeOption = "main",
+    type_name: Annotated[
+        str, typer.Option("--type", metavar="NAME", help="Which type of numbering.types; that of the version's T.")
+    ] = "",
     cluster: ClusterOption = "",
 ) -> Answer:
     """Tell whether data fit a state: yes, no, or yes except the places that were reassigned since.
@@ -279,7 +281,8 @@ def compatible(
         megabytes_max=settings.engine_megabytes_max,
         scratch=_scratch(settings),
     )
-    told = _asked_of(ctx, state, type_name, cluster, compare, version)
+    named = type_name or ("" if state else type_numbered(settings, version.type))
+    told = _asked_of(ctx, state, named, cluster, compare, version)
     shown = [{"shard": each.shard_id, "doc": each.doc_id} for each in told.places[:PLACES_SHOWN]]
     more = [f"… and {told.reassigned - len(shown)} more; --json lists them"] if told.reassigned > len(shown) else []
     return Answer(
