@@ -39,9 +39,9 @@ from keyfold.numbering.service import (
     comparing,
     coordinating,
     finding,
-    marking,
     mastering,
     planning,
+    receipts,
     running,
     states,
 )
@@ -559,7 +559,7 @@ def test_a_backup_that_was_made_while_a_master_ran_is_known_to_be_old(stored: Nu
 def test_a_master_that_died_before_it_told_the_clusters_is_made_up_for(
     stored: Numbering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mastering, "mark_published", lambda *_: (_ for _ in ()).throw(SystemExit(9)))
+    monkeypatch.setattr(mastering, "leave_receipts", lambda *_: (_ for _ in ()).throw(SystemExit(9)))
     with pytest.raises(SystemExit):
         stored.run(1, 2)
     monkeypatch.undo()
@@ -575,10 +575,10 @@ def test_a_paused_master_takes_back_nothing_of_what_the_clusters_were_told(store
     root = stored.root("arnold")
     first = stored.run(1, 2)
     newer = stored.run(1, 2, 3)
-    mastering.mark_published(stored.settings, "main", first)
-    assert max(marking.found(root, "main")) == marking.of(newer)
-    mastering.mark_published(stored.settings, "main", newer)
-    assert marking.found(root, "main") == [marking.of(newer)]
+    mastering.leave_receipts(stored.settings, "main", first)
+    assert max(receipts.found(root, "main")) == receipts.of(newer)
+    mastering.leave_receipts(stored.settings, "main", newer)
+    assert receipts.found(root, "main") == [receipts.of(newer)]
 
 
 @pytest.mark.spec("NUM-10", "NUM-05")

@@ -421,7 +421,7 @@ def test_only_what_follows_the_last_state_is_published(version: str, run: int, i
 
 @pytest.mark.spec("NUM-05", "NUM-10")
 @pytest.mark.parametrize(
-    ("mark", "is_cut", "is_behind"),
+    ("receipt", "is_cut", "is_behind"),
     [
         ((0, 1, 2), False, False),  # what it knows, or older
         ((1, 0, 3), False, False),
@@ -433,13 +433,13 @@ def test_only_what_follows_the_last_state_is_published(version: str, run: int, i
     ],
 )
 def test_a_record_is_behind_a_publication_that_came_after_all_that_it_knows(
-    mark: tuple[int, int, int], is_cut: bool, is_behind: bool
+    receipt: tuple[int, int, int], is_cut: bool, is_behind: bool
 ) -> None:
     record = recorded("1.0.0.0", "1.0.0.1", "1.0.1.0")
     if is_cut:
         record = model.declare_invalid(record, 4, ["1.0.1.0 3"], "lost")
-    assert model.is_behind(record, *mark) == is_behind
-    assert model.is_behind(Record(), *mark)
+    assert model.is_behind(record, *receipt) == is_behind
+    assert model.is_behind(Record(), *receipt)
 
 
 @pytest.mark.spec("NUM-14")

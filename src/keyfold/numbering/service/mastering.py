@@ -20,10 +20,10 @@ from keyfold.core.context import Context
 from keyfold.core.errors import BadInput, Conflict, KeyfoldError, LeaseLost, NotFound, Unavailable
 from keyfold.numbering import metrics, model
 from keyfold.numbering.model import Published, Record, Version
-from keyfold.numbering.service import coordinating, finding, marking, running, states
+from keyfold.numbering.service import coordinating, finding, receipts, running, states
 from keyfold.numbering.service.coordinating import UNREACHABLE, Hold
 from keyfold.numbering.service.finding import IndexLacking
-from keyfold.numbering.service.marking import Mark
+from keyfold.numbering.service.receipts import Receipt
 from keyfold.numbering.service.running import Request
 from keyfold.numbering.service.states import Stored
 from keyfold.numbering.settings import NumberingSettings, type_named
@@ -136,7 +136,7 @@ class Master:
         state, clusters = self._made(hold, request, tell)
         published = _published(state, clusters, hold.ticket)
         self._publish(hold, published)
-        mark_published(self._settings, self._type_name, published)
+        leave_receipts(self._settings, self._type_name, published)
         tell(f"published {state.manifest.version}")
         metrics.RUNS.labels(self._type_name, "published").inc()
         metrics.RUN_SECONDS.labels(self._type_name).set(time.monotonic() - began)
@@ -150,7 +150,7 @@ class Master:
         must_be_newest(hold, self._settings, self._type_name)
         record = hold.record
         if record.current:
-            mark_published(self._settings, self._type_name, record.current)
+            leave_receipts(self._settings, self._type_name, record.current)
         before = self._brought(hold, record.current, tell) if record.current else None
         path = f"{self._type_name}/{hold.ticket}-{uuid.uuid4().hex}"
 
@@ -373,12 +373,12 @@ def begin(hold: Hold, settings: NumberingSettings, type_name: str) -> None:
 def must_be_newest(hold: Hold, settings: NumberingSettings, type_name: str) -> None:
     """A coordinator that was set back, by a backup of its store, must not use versions again that were published since.
 
-    The clusters' marks tell. A published state has as many as it has copies: so many clusters must not be silent.
+    The clusters' receipts tell. A published state has as many as it has copies: so many clusters must not be silent.
     """
     silent: list[str] = []
     for cluster in settings.clusters:
         try:
-            newest = max(_marks_of(settings, type_name, cluster), default=None)
+            newest = max(_receipts_of(settings, type_name, cluster), default=None)
         except Unavailable as error:
             log.warning("whether a cluster has newer states is not known", cluster=cluster, error=str(error))
             silent.append(f"{cluster}: {error}")
@@ -397,13 +397,13 @@ def must_be_newest(hold: Hold, settings: NumberingSettings, type_name: str) -> N
         )
 
 
-def mark_published(settings: NumberingSettings, type_name: str, state: Published) -> None:
+def leave_receipts(settings: NumberingSettings, type_name: str, state: Published) -> None:
     """Tell the clusters what was published, as far as they answer: a later master makes up for what is missing."""
     for cluster in settings.clusters:
         root = root_of(settings, cluster)
         try:
             if root.names(type_name):  # where there is nothing at all, the cluster may not be mounted
-                marking.leave(root, type_name, marking.of(state))
+                receipts.leave(root, type_name, receipts.of(state))
         except Unavailable as error:
             log.warning("a cluster was not told what is published", cluster=cluster, error=str(error))
 
@@ -430,7 +430,7 @@ def adopt(
     if not found:
         raise NotFound(
             f"no cluster has a state of {type_name}",
-            hint=f"If they are lost, move {type_name}{marking.MARKS} away on every cluster, too, to begin anew",
+            hint=f"If they are lost, move {type_name}{receipts.RECEIPTS} away on every cluster, too, to begin anew",
         )
     with coordinating.locked(context, settings, type_name, master) as hold:
         if hold is None:
@@ -448,7 +448,7 @@ def adopt(
         else:
             raise StateLost(f"no state of {type_name} can be read")
         used = [state.version.rebuild for state, _ in found]
-        used += [mark.rebuild for cluster in settings.clusters for mark in _marks_of(settings, type_name, cluster)]
+        used += [each.rebuild for cluster in settings.clusters for each in _receipts_of(settings, type_name, cluster)]
         rebuild_next = 1 + max(used)
         others = {
             state.checksum: _published(state, [cluster], hold.ticket)
@@ -478,8 +478,8 @@ def _states_of(settings: NumberingSettings, type_name: str, cluster: str) -> lis
     return states_found
 
 
-def _marks_of(settings: NumberingSettings, type_name: str, cluster: str) -> list[Mark]:
-    return marking.found(root_of(settings, cluster), type_name)
+def _receipts_of(settings: NumberingSettings, type_name: str, cluster: str) -> list[Receipt]:
+    return receipts.found(root_of(settings, cluster), type_name)
 
 
 def prune(context: Context, settings: NumberingSettings, type_name: str, master: str) -> "Pruned":
