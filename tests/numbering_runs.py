@@ -76,6 +76,33 @@ def history(random: Random, runs: int, keys_max: int = 40) -> list[Step]:
     return steps
 
 
+def every_rule() -> list[Step]:
+    """A short history in which every rule of a run is used: keys expire, their places are given again, and a state is
+    rebuilt because of its holes, and by force with another scheme."""
+    keys = [Key(IDS[at % 5], text, IDS[at % 3], IDS[at % 2]) for at, text in enumerate(TEXTS)]
+    usual: dict[str, Any] = {
+        "is_tier_given": False,
+        "shops": None,
+        "scheme": SCHEMES[0],
+        "ttl_runs": 5,
+        "rebuild_ratio": 1e6,
+        "is_forced": False,
+        "is_restart": False,
+        "rebuild_min": 0,
+    }
+
+    def step(chosen: Sequence[Key], **given: Any) -> Step:
+        return Step(offers={key: TIERS[at % 4] for at, key in enumerate(chosen)}, **(usual | given))
+
+    tiers = dict(zip(IDS, [*TIERS, *TIERS], strict=False))
+    return [
+        step(keys[:20]),
+        step(keys[4:28], ttl_runs=0),
+        step(keys[20:], rebuild_ratio=1.0),
+        step(keys[5:28], scheme=SCHEMES[2], is_tier_given=True, shops=tiers, is_forced=True),
+    ]
+
+
 def some_key(random: Random) -> Key:
     text = random.choice(TEXTS)
     if random.random() < 0.3:

@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,8 +34,18 @@ from keyfold.core.relay import Relay
 from keyfold.core.store import Transaction
 from keyfold.core.topics.topic import Message, Record
 from keyfold.numbering.model import Place, Version
-from keyfold.numbering.service import building, comparing, coordinating, finding, mastering, planning, running, states
-from keyfold.numbering.service.mastering import CopiesLacking, LockTaken, Master, StateLost
+from keyfold.numbering.service import (
+    building,
+    comparing,
+    coordinating,
+    finding,
+    mastering,
+    planning,
+    receipts,
+    running,
+    states,
+)
+from keyfold.numbering.service.mastering import CopiesLacking, LockTaken, Master, StateLost, StateNotBrought
 from keyfold.numbering.worker import Upkeep, consumers
 from tests.numbering import Numbering, columns, key, opened, places, rows, write_offers
 from tests.product import consume_all, relay_all
@@ -171,7 +182,8 @@ def test_a_master_that_lost_its_lock_publishes_nothing(numbering: Numbering, mom
     assert record.current == won[0]
     assert len(record.states) == 2
     assert key(77) not in places(numbering.last())
-    # What it wrote goes, at the latest with the next master.
+    # What it wrote goes, at the latest with the next master after the grace.
+    numbering.settings = structs.replace(numbering.settings, grace_hours=0)
     numbering.run(1, 2, 3)
     named = {each.path.split("/")[1] for each in numbering.record().states}
     for cluster in ("arnold", "hahn"):
@@ -292,6 +304,26 @@ def test_a_broken_copy_is_replaced_by_the_one_of_another_cluster(small: Numberin
     spoil(small, "arnold", how)
     assert small.run(1, 2, 3).version == "1.0.0.1"
     assert places(small.last()).keys() == {key(1), key(2), key(3)}
+
+
+@pytest.mark.spec("NUM-15")
+@pytest.mark.parametrize("fault", ["it cannot be written", "it hangs"])
+def test_a_cluster_that_cannot_take_the_last_state_is_not_taken_for_a_lost_state(
+    tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters = {name: str(tmp_path / name) for name in ("arnold", "hahn", "third")}
+    url = f"sqlite:///{tmp_path / 'keyfold.db'}"
+    with opened(url, tmp_path, clusters=clusters, copy_seconds_max=1, copy_tries_max=1) as product:
+        product.run(1, 2)
+        if fault == "it hangs":
+            monkeypatch.setattr(folders, "copy", lambda *_, **__: time.sleep(5))
+        else:
+            (tmp_path / "third").write_text("a file, where a folder should be")
+        with pytest.raises(StateNotBrought, match="could not be copied to third from arnold") as refused:
+            product.run(1, 2, 3, cluster="third")
+        assert "invalidate" not in str(refused.value)
+        monkeypatch.undo()
+        assert product.run(1, 2, 3).version == "1.0.0.1"
 
 
 @pytest.mark.spec("NUM-15", "NUM-05")
@@ -451,28 +483,145 @@ def test_a_state_is_read_wherever_a_master_has_brought_it(tmp_path: Path) -> Non
         assert product.run(1, 2, 3, cluster="fourth").version == "1.0.0.1"
 
 
-@pytest.mark.spec("NUM-10", "NUM-05")
-def test_a_store_that_was_set_back_uses_no_version_again(tmp_path: Path) -> None:
-    file = tmp_path / "keyfold.db"
-    with opened(f"sqlite:///{file}", tmp_path) as product:
-        product.run(1, 2)
-    backup = file.read_bytes()
-    with opened(f"sqlite:///{file}", tmp_path) as product:
-        product.run(1, 2, 3)
-        lost = product.run(1, 2, 3, 4)
-        kept = places(product.last())
-    file.write_bytes(backup)
-    with opened(f"sqlite:///{file}", tmp_path) as product:
+class Backup:
+    """What a backup of the store has of the coordinator."""
+
+    def __init__(self, product: Numbering) -> None:
+        self._store = product.context.store
+        self._rows = {
+            table: [tuple(row) for row in self._store.read(lambda tx, table=table: tx.driver(f"SELECT * FROM {table}"))]  # type: ignore[misc]
+            for table in ("leases", "pointers")
+        }
+
+    def restore(self) -> None:
+        self._store.transact(self._put_back)
+
+    def _put_back(self, tx: Transaction) -> None:
+        mark = "?" if tx.is_sqlite else "%s"
+        for table, saved in self._rows.items():
+            tx.driver(f"DELETE FROM {table}")
+            for row in saved:
+                tx.driver(f"INSERT INTO {table} VALUES ({', '.join([mark] * len(row))})", row)
+        tx.driver("UPDATE leases SET expires_at_us = 0")  # backups are older than any lease
+
+
+@pytest.fixture
+def stored(store_url: str, tmp_path: Path) -> Iterator[Numbering]:
+    with opened(store_url, tmp_path, states_kept=1) as product:
+        yield product
+
+
+@pytest.mark.spec("NUM-10", "NUM-05", "NUM-14")
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_store_that_was_set_back_uses_no_version_again(stored: Numbering, lost: int) -> None:
+    """However often it is tried: each try takes a ticket, and soon ours are as great as those that were lost."""
+    stored.run(1, 2)
+    backup = Backup(stored)
+    last = [stored.run(*range(1, 4 + more)) for more in range(lost)][-1]
+    kept = places(stored.last())
+    there = stored.names("arnold"), stored.names("hahn")
+    backup.restore()
+    for _ in range(5):
         with pytest.raises(Conflict, match="keyfold number adopt --over"):
-            product.run(1, 2, 5)
-        with pytest.raises(Conflict, match="--over"):
-            mastering.adopt(product.context, product.settings, "main", "tester")
-        record = mastering.adopt(product.context, product.settings, "main", "tester", is_over=True)
-        assert record.current is not None
-        assert record.current.checksum == lost.checksum
-        assert product.run(1, 2, 3, 4, 5).version == "1.0.1.0"
-        assert {each: places(product.last())[each] for each in kept} == kept
-        assert product.run(1, 2, 3, 4, 5, 6).version == "1.0.1.1"
+            stored.run(1, 2, 9)
+        with pytest.raises(Conflict, match="keyfold number adopt --over"):
+            mastering.prune(stored.context, stored.settings, "main", "tester")
+    assert (stored.names("arnold"), stored.names("hahn")) == there
+    with pytest.raises(Conflict, match="--over"):
+        mastering.adopt(stored.context, stored.settings, "main", "tester")
+    record = mastering.adopt(stored.context, stored.settings, "main", "tester", is_over=True)
+    assert record.current is not None
+    assert record.current.checksum == last.checksum
+    assert stored.run(1, 2, 3, 4, 5).version == "1.0.1.0"
+    assert {each: places(stored.last())[each] for each in kept} == kept
+    assert stored.run(1, 2, 3, 4, 5, 6).version == "1.0.1.1"
+
+
+@pytest.mark.spec("NUM-10", "NUM-05")
+def test_a_backup_that_was_made_while_a_master_ran_is_known_to_be_old(stored: Numbering) -> None:
+    """Its ticket is in the backup, so that by the tickets alone its state would be one that a dead master left."""
+    stored.run(1, 2)
+    backups: list[Backup] = []
+    stored.run(1, 2, 3, tell=lambda step: backups.append(Backup(stored)) if step == "read" else None)
+    backups[0].restore()
+    for _ in range(3):
+        with pytest.raises(Conflict, match=r"1\.0\.0\.1 of run 2 was published to arnold"):
+            stored.run(1, 2, 9)
+    record = mastering.invalidate(
+        stored.context, stored.settings, "main", "tester", why="", even_if_readable=True, even_if_none_is_left=True
+    )
+    # A person has decided that V rises: what was published in the last one is never used again.
+    assert record.rebuild_next == 1
+    assert stored.run(1, 2, 9).version == "1.0.1.0"
+
+
+@pytest.mark.spec("NUM-10", "NUM-15")
+def test_a_master_that_died_before_it_told_the_clusters_is_made_up_for(
+    stored: Numbering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mastering, "leave_receipts", lambda *_: (_ for _ in ()).throw(SystemExit(9)))
+    with pytest.raises(SystemExit):
+        stored.run(1, 2)
+    monkeypatch.undo()
+    backup = Backup(stored)
+    assert stored.run(1, 2, 3).version == "1.0.0.1"
+    backup.restore()
+    with pytest.raises(Conflict, match="--over"):
+        stored.run(1, 2, 9)
+
+
+@pytest.mark.spec("NUM-10", "NUM-05")
+def test_a_paused_master_takes_back_nothing_of_what_the_clusters_were_told(stored: Numbering) -> None:
+    root = stored.root("arnold")
+    first = stored.run(1, 2)
+    newer = stored.run(1, 2, 3)
+    mastering.leave_receipts(stored.settings, "main", first)
+    assert max(receipts.found(root, "main")) == receipts.of(newer)
+    mastering.leave_receipts(stored.settings, "main", newer)
+    assert receipts.found(root, "main") == [receipts.of(newer)]
+
+
+@pytest.mark.spec("NUM-10", "NUM-05")
+def test_nothing_is_published_while_too_few_clusters_can_say_what_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = folders.Root.names
+
+    def silent(root: folders.Root, path: str = "") -> list[str]:
+        if root.url.endswith("hahn"):
+            raise FolderUnreachable("no link")
+        return names(root, path)
+
+    with opened(f"sqlite:///{tmp_path / 'one.db'}", tmp_path, copies_min=1) as product:
+        product.run(1, 2)
+        monkeypatch.setattr(folders.Root, "names", silent)
+        with pytest.raises(Unavailable, match="whether there are newer states of main is not known: hahn"):
+            product.run(1, 2, 3)
+        # Every state has two copies, so that arnold would know.
+        product.settings = structs.replace(product.settings, copies_min=2)
+        assert product.run(1, 2, 3).version == "1.0.0.1"
+
+
+@pytest.mark.spec("NUM-14", "NUM-15")
+def test_a_whole_state_that_the_record_does_not_know_has_the_grace_of_others(
+    stored: Numbering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can tell by its files whether it was ever published."""
+    monkeypatch.setattr(Master, "_publish", lambda *_: (_ for _ in ()).throw(SystemExit(9)))
+    with pytest.raises(SystemExit):
+        stored.run(1, 2)
+    monkeypatch.undo()
+    (stray,) = stored.names("hahn")
+    for _ in range(2):
+        stored.run(1, 2, 3)
+        assert stray in stored.names("arnold")
+        assert stray in stored.names("hahn")
+    assert list(stored.record().strays) == [f"main/{stray}"]
+    stored.settings = structs.replace(stored.settings, grace_hours=0)
+    stored.run(1, 2, 3)
+    assert stray not in stored.names("arnold") + stored.names("hahn")
+    stored.run(1, 2, 3)
+    assert stored.record().strays == {}
 
 
 @pytest.mark.spec("NUM-10")
@@ -636,6 +785,33 @@ def test_masters_index_what_they_publish(small: Numbering) -> None:
         assert {found.key: place for place, found in back.items()} == expected
     with pytest.raises(finding.IndexLacking, match="keyfold number index"):
         finding.Index(small.last("hahn"))
+
+
+@pytest.mark.spec("NUM-13")
+@pytest.mark.parametrize("cluster", ["arnold", "hahn"])
+def test_look_ups_are_answered_whichever_cluster_has_published(stored: Numbering, cluster: str) -> None:
+    state = stored.run(*range(20), cluster=cluster)
+    look = partial(finding.look_up, keys=[key(3), key(77)], places=[])
+    by_key, _ = mastering.read_anywhere(stored.settings, state, look)
+    assert {each: found.place for each, found in by_key.items()} == {key(3): places(stored.last())[key(3)]}
+    stored.root(cluster).remove(finding.index_path(state.path))
+    with pytest.raises(finding.IndexLacking):
+        mastering.read_anywhere(stored.settings, state, look)
+
+
+@pytest.mark.spec("NUM-06", "NUM-15")
+@pytest.mark.parametrize("cluster", ["arnold", "hahn"])
+@pytest.mark.parametrize("how", HOW)
+def test_what_is_asked_of_a_state_is_answered_by_any_whole_copy(small: Numbering, how: str, cluster: str) -> None:
+    small.run(1, 2)
+    state = small.run(1, 2, 3)
+    spoil(small, cluster, how)
+    compare = partial(
+        comparing.compatible, data=Version.parse("1.0.0.0"), places_max=9, megabytes_max=500, scratch=None
+    )
+    assert mastering.read_anywhere(small.settings, state, compare).answer == "yes"
+    with pytest.raises(StateLost, match=f"cannot be read: {cluster}"):
+        mastering.read_anywhere(small.settings, state, compare, cluster)
 
 
 @pytest.mark.spec("NUM-13")

@@ -18,6 +18,7 @@ from tests.numbering_runs import (
     SCHEMES,
     TEXTS,
     Step,
+    every_rule,
     expect,
     history,
     outcome,
@@ -31,14 +32,16 @@ from tests.numbering_runs import request as asked
 from tests.servers.spark import SparkCluster
 
 
-def check_history(steps: list[Step], folder: Path, engine: EngineName) -> list[Outcome]:
-    """Do the runs one after the other, and compare each with the oracle."""
+def check_history(
+    steps: list[Step], folder: Path, engine: EngineName, begun_by: EngineName | None = None
+) -> list[Outcome]:
+    """Do the runs one after the other, the first by another engine if it is said, and compare each with the oracle."""
     before: Stored | None = None
     known: State | None = None
     found: list[Outcome] = []
     for number, step in enumerate(steps):
         expected = expect(step, known)
-        before = run_step(step, folder, f"run{number}", before, engine=engine)
+        before = run_step(step, folder, f"run{number}", before, engine=engine if before else begun_by or engine)
         states.verify(before)
         written = outcome(before)
         assert written == expected
@@ -56,11 +59,11 @@ def test_duckdb_computes_what_the_oracle_says(tmp_path: Path, seed: int) -> None
     check_history(history(Random(seed), 5), tmp_path, "duckdb")
 
 
-@pytest.mark.spec("NUM-02", "NUM-04", "NUM-07", "NUM-09")
+@pytest.mark.spec("NUM-02", "NUM-03", "NUM-04", "NUM-05", "NUM-06", "NUM-07", "NUM-09")
 @pytest.mark.xdist_group("spark")
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("spark_session")
-def test_spark_writes_what_duckdb_writes_in_a_folder_of_any_name(tmp_path: Path) -> None:
+def test_spark_writes_what_duckdb_writes_by_every_rule_and_in_a_folder_of_any_name(tmp_path: Path) -> None:
     """Spark takes some names for patterns, and some for columns; beside it lies what the pattern would find."""
     names = {"duckdb": "duckdb", "spark": 'generation=77 it\'s a "state" %20 é [x]*?{a,b} $1'}
     folders = {engine: tmp_path / name for engine, name in names.items()}
@@ -68,8 +71,15 @@ def test_spark_writes_what_duckdb_writes_in_a_folder_of_any_name(tmp_path: Path)
     for folder in (*folders.values(), decoy):
         folder.mkdir()
     check_history(history(Random(6), 2), decoy, "duckdb")
-    steps = history(Random(5), 2)
-    assert check_history(steps, folders["duckdb"], "duckdb") == check_history(steps, folders["spark"], "spark")
+    steps = every_rule()
+    found = check_history(steps, folders["duckdb"], "duckdb")
+    assert [each.reason for each in found] == ["first", "", "ratio", "forced"]
+    assert found[1].expired
+    assert {held.is_reused for held in found[1].new.values()} == {True, False}
+    assert all(each.remap and each.expired for each in found[2:])
+    assert found[3].state.version.scheme != found[2].state.version.scheme
+    # Runs of Spark take long; it does first ones in the tests below.
+    assert check_history(steps, folders["spark"], "spark", begun_by="duckdb") == found
 
 
 @pytest.mark.spec("NUM-02", "NUM-09")

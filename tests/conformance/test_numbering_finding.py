@@ -135,6 +135,50 @@ def test_an_index_that_is_damaged_is_refused(
 
 
 @pytest.mark.spec("NUM-13")
+@pytest.mark.parametrize("file", ["by_key.parquet", "by_place.parquet", "manifest.json"])
+def test_no_byte_of_an_index_can_change_and_an_answer_with_it(tmp_path: Path, file: str) -> None:
+    """Many a bit of a Parquet file could be another and be read all the same: as other keys, or none."""
+    random, keys = Random(7), large_keys(40)
+    state = made(keys, tmp_path, tmp_path / "state")
+    held = places(state)
+    path = tmp_path / "state.index" / file
+    data = path.read_bytes()
+    refused: list[str] = []
+    for at in range(0, len(data), 1 if file == "manifest.json" else 5):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << random.randrange(8)]) + data[at + 1 :])
+        try:
+            by_key, by_place = finding.look_up(state, keys, [each.place for each in held.values()])
+        except FolderBroken as error:
+            refused.append(str(error))
+            continue
+        assert {key: found.place for key, found in by_key.items()} == {key: each.place for key, each in held.items()}
+        assert {found.key: place for place, found in by_place.items()} == {
+            key: each.place for key, each in held.items()
+        }
+    assert len(refused) > len(data) // 10
+    assert all("keyfold number index" in words for words in refused)
+    finding.build(state, 500, is_verified=True)
+    assert len(finding.look_up(state, keys, [])[0]) == len(keys)
+
+
+@pytest.mark.spec("NUM-13")
+def test_what_a_look_up_does_not_read_is_not_in_its_way(
+    tmp_path: Path, groups_read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finding, "BLOCK_BYTES", 4096)
+    keys = large_keys(40_000)
+    state = made(keys, tmp_path, tmp_path / "state")
+    by_place = sorted(each.place for each in places(state).values())
+    path = tmp_path / "state.index" / "by_place.parquet"
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+    assert list(finding.look_up(state, [], [by_place[-1]])[1]) == [by_place[-1]]
+    with pytest.raises(FolderBroken, match="was altered"):
+        finding.look_up(state, [], [by_place[0]])
+
+
+@pytest.mark.spec("NUM-13")
 def test_an_index_of_another_state_is_refused_and_so_is_none(tmp_path: Path) -> None:
     state = made(large_keys(10), tmp_path, tmp_path / "state")
     other = made(large_keys(20), tmp_path, tmp_path / "other")

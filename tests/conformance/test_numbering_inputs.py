@@ -243,7 +243,7 @@ def claiming(state: Stored, size: int) -> Stored:
     """The same state, whose manifest says that so many places were given in each shard."""
     shards = [structs.replace(shard, size=size) for shard in state.manifest.shards]
     manifest = state.root.local("manifest.json")
-    manifest.write_bytes(states.encoded(structs.replace(state.manifest, shards=shards)))
+    manifest.write_bytes(states.encoded(states.sealed(structs.replace(state.manifest, shards=shards))))
     return states.read(state.root)
 
 

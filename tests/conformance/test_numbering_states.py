@@ -2,9 +2,11 @@
 
 import errno
 import os
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any, ClassVar
 
 import fsspec
@@ -68,6 +70,54 @@ def failing() -> Iterator[type[FailingFileSystem]]:
     yield FailingFileSystem
     FailingFileSystem.store.clear()
     FailingFileSystem.pseudo_dirs[:] = [""]
+
+
+class HangingFileSystem(FailingFileSystem):
+    """One whose first upload hangs at one of its files, and fails when it goes on."""
+
+    protocol = "hanging"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    hangs_at: ClassVar[int] = 0
+    hung: ClassVar[threading.Event]
+    released: ClassVar[threading.Event]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(MemoryFileSystem._strip_protocol(path.removeprefix("hanging://")))
+
+    def put_file(self, lpath: str, rpath: str, **options: Any) -> None:
+        is_late = self.wait()
+        MemoryFileSystem.put_file(self, lpath, rpath, **options)
+        if is_late:
+            self.pipe_file(rpath, Path(lpath).read_bytes()[:10])
+            raise OSError(errno.EIO, "the network is gone")
+
+    def cp_file(self, path1: str, path2: str, **options: Any) -> None:
+        is_late = self.wait()
+        super().cp_file(path1, path2, **options)
+        if is_late:
+            raise OSError(errno.EIO, "the network is gone")
+
+    @classmethod
+    def wait(cls) -> bool:
+        cls.operations += 1
+        if cls.operations != cls.hangs_at:
+            return False
+        cls.hung.set()
+        assert cls.released.wait(60)
+        return True
+
+
+@pytest.fixture
+def hanging() -> Iterator[type[HangingFileSystem]]:
+    fsspec.register_implementation("hanging", HangingFileSystem, clobber=True)
+    HangingFileSystem.operations = 0
+    HangingFileSystem.hung, HangingFileSystem.released = threading.Event(), threading.Event()
+    yield HangingFileSystem
+    HangingFileSystem.released.set()
+    HangingFileSystem.store.clear()
+    HangingFileSystem.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -192,7 +242,7 @@ def listing(path: str) -> Callable[[bytes], bytes]:
         (lambda data: data[:-5], "cannot be read"),
         (lambda _: b"\xff\xfe", "cannot be read"),
         (with_manifest(version="1.0"), "cannot be read"),
-        (with_manifest(format=2), "format 2"),
+        (with_manifest(format=3), "format 3"),
         (listing("../places/00000.parquet"), "outside"),
         (listing("places/../../00000.parquet"), "outside"),
         (listing("/etc/passwd"), "outside"),
@@ -207,6 +257,33 @@ def test_a_manifest_that_was_altered_is_refused(
         states.read(cluster, "state")
     with pytest.raises(FolderBroken, match="checksum"):
         states.read(cluster, "state", checksum=state.checksum)
+
+
+@pytest.mark.spec("NUM-09", "NUM-03")
+def test_no_byte_of_a_manifest_can_change_unnoticed(cluster: Root, offers: str) -> None:
+    """Nobody has its checksum where a run goes from files to files: with another run's number keys expired early."""
+    random = Random(7)
+    state = running.run(request(offers, cluster, path="state"))
+    path, data = f"state/{MANIFEST}", cluster.read(f"state/{MANIFEST}")
+    for at in range(len(data)):
+        cluster.write(path, data[:at] + bytes([data[at] ^ 1 << random.randrange(8)]) + data[at + 1 :])
+        with pytest.raises(FolderBroken):
+            states.read(cluster, "state")
+    cluster.write(path, data.replace(b'"run": 1,', b'"run": 91,'))
+    with pytest.raises(FolderBroken, match="its own checksum"):
+        states.read(cluster, "state")
+    cluster.write(path, data)
+    assert states.read(cluster, "state").manifest == state.manifest
+
+
+@pytest.mark.spec("NUM-09")
+def test_a_state_from_before_manifests_had_a_checksum_of_their_own_is_read(cluster: Root, offers: str) -> None:
+    state = running.run(request(offers, cluster, path="state"))
+    older = msgspec.json.decode(cluster.read(f"state/{MANIFEST}")) | {"format": 1}
+    del older["seal"]
+    cluster.write(f"state/{MANIFEST}", msgspec.json.encode(older))
+    assert running.run(request(offers, cluster, states.read(cluster, "state"), path="next")).manifest.run == 2
+    assert state.manifest.format == 2
 
 
 @pytest.mark.spec("NUM-09")
@@ -283,6 +360,32 @@ def test_a_copy_that_fails_anywhere_is_done_again_and_becomes_visible_whole(
     failing.fails_at = None
     states.verify(states.read(target, "state", checksum=state.checksum))
     copy()
+
+
+@pytest.mark.spec("NUM-09", "NUM-15")
+@pytest.mark.parametrize("step", ["first file", "manifest", "first name", "name of the manifest"])
+def test_a_copy_that_was_left_behind_spoils_nothing_of_the_one_that_was_made_since(
+    hanging: type[HangingFileSystem], offers: str, tmp_path: Path, step: str
+) -> None:
+    source, target = Root(str(tmp_path / "near")), Root("hanging://far/cluster")
+    state = running.run(request(offers, source, path="state"))
+    manifest = states.encoded(state.manifest)
+
+    def copy(go_on: Callable[[], None]) -> None:
+        folders.copy(source, target, "state", state.manifest.files, manifest, scratch=tmp_path, go_on=go_on)
+
+    count = len(state.manifest.files)
+    hanging.hangs_at = {"first file": 1, "manifest": count + 1, "first name": count + 2}.get(step, 2 * count + 2)
+    with pytest.raises(FolderUnreachable, match="took longer"):
+        folders.within(1, copy, "the first try")
+    folders.within(30, copy, "the second try")
+    hanging.released.set()
+    for thread in threading.enumerate():
+        if thread.name == "the first try":
+            thread.join(60)
+    states.verify(states.read(target, "state", checksum=state.checksum))
+    assert target.names() == ["state"]
+    assert leftovers(tmp_path) == []
 
 
 @pytest.mark.spec("NUM-09", "NUM-15")

@@ -115,6 +115,7 @@ class Book:
     def leftovers(self, record: Json) -> list[str]:
         """What lies about that the record does not name."""
         paths = {state["path"] for state in record.get("states", ()) if not state.get("is_deleted")}
+        paths |= set(record.get("strays", ()))
         named = paths | {path + ENDING_OF_AN_INDEX for path in paths}
         found = [
             f"{self._type}/{path.name}" for root in self._clusters.values() for path in root.glob(f"{self._type}/*")

@@ -120,6 +120,8 @@ def _(plot: Plot) -> None:
 @plant("pruning deletes what younger masters have made", SIMULATOR, "numbering")
 def _(plot: Plot) -> None:
     plot.name(mastering, "_ticket_of", lambda _: -1)
+    # The tombstones of whole states are noted under the lock: who has lost it is refused before anything is deleted.
+    plot.name(mastering, "_note_strays", lambda *_, **__: None)
 
 
 @plant("what dead masters left stays", SIMULATOR, "numbering")

@@ -253,7 +253,7 @@ class NumberingSimulation(Stage):
             with engines.failing("duckdb"):
                 _write(draft.folder, outcome)
             tell("checked")
-            manifest = _manifest(request, outcome, draft)
+            manifest = states.sealed(_manifest(request, outcome, draft))
             data = states.encoded(manifest)
             draft.publish(data)
         except BaseException:

@@ -140,6 +140,35 @@ class Root:
             self._fs.makedirs(self.at(path).rpartition("/")[0], exist_ok=True)
             self._fs.put_file(str(source), self.at(path))
 
+    def take(self, source: "Root", name: str, path: str) -> None:
+        """Give a file of another folder on this file system a name here."""
+        from fsspec import AbstractFileSystem
+
+        with self.failing():
+            self._fs.makedirs(self.at(path).rpartition("/")[0], exist_ok=True)
+            if type(self._fs).mv is AbstractFileSystem.mv:  # no rename, and it would take names for patterns
+                self._fs.cp_file(source.at(name), self.at(path))
+            else:
+                self._fs.mv(source.at(name), self.at(path))
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a small file, which is there after a loss of power."""
+        with self.failing():
+            if not self.is_local:
+                self._fs.makedirs(self.at(path).rpartition("/")[0], exist_ok=True)
+                self._fs.pipe_file(self.at(path), data)
+                return
+            file = self.local(path)
+            make_folder(file.parent)
+            file.write_bytes(data)
+            sync(file)
+            sync(file.parent)
+
+    def drop(self, path: str) -> None:
+        """Delete a file; it may be gone already."""
+        with self.failing(), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self.at(path))
+
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
         """The failures of a file system in one word."""
@@ -150,10 +179,15 @@ class Root:
 
 
 class Draft:
-    """A folder that is being written, on this machine, and has no name yet."""
+    """A folder that is being written, on this machine, and has no name yet.
 
-    def __init__(self, target: Root, path: str, scratch: Path | None) -> None:
+    With `go_on` others may be at the same folder: it is asked before each step, and what has the name is never deleted.
+    """
+
+    def __init__(self, target: Root, path: str, scratch: Path | None, go_on: Callable[[], None] | None = None) -> None:
         self._target, self._path = target, path
+        self._is_ours = go_on is None
+        self._go_on = go_on or (lambda: None)
         if target.exists(path) and target.names(path):
             raise Conflict(f"{target.shown(path)} is there already", hint="A state is never overwritten: name another")
         name = f"{path.rpartition('/')[2] or target.path.rstrip('/').rpartition('/')[2]}{WRITING}{uuid.uuid4().hex}"
@@ -200,16 +234,38 @@ class Draft:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _upload(self, files: Sequence[Path]) -> None:
+        """Bring all files there under a name of our own, and then each to its place, the manifest last.
+
+        An upload that hangs is left behind, and another may end before it fails: it has touched nothing of that one's.
+        """
+        aside = Root(f"{self._target.shown(self._path).rstrip('/')}{WRITING}{uuid.uuid4().hex}")
+        names = [str(file.relative_to(self.folder)) for file in files]
+        try:
+            self._must_be_free()
+            for file, name in zip(files, names, strict=True):
+                self._go_on()
+                aside.put(file, name)
+            self._must_be_free()
+            self._take(aside, names)
+        finally:
+            with contextlib.suppress(FolderUnreachable):
+                aside.remove("")
+
+    def _take(self, aside: Root, names: Sequence[str]) -> None:
+        try:
+            for name in names:
+                self._go_on()
+                self._target.take(aside, name, _joined(self._path, name))
+        except BaseException:
+            # What cannot be cleared away, or may be another's by now, has no whole manifest, and so is nothing.
+            if self._is_ours:
+                with contextlib.suppress(FolderUnreachable):
+                    self._target.remove(self._path)
+            raise
+
+    def _must_be_free(self) -> None:
         if self._target.names(self._path):
             raise Conflict(f"{self._target.shown(self._path)} was made by somebody else")
-        try:
-            for file in files:
-                self._target.put(file, _joined(self._path, str(file.relative_to(self.folder))))
-        except BaseException:
-            # What cannot be cleared away either has no whole manifest, and so is nothing.
-            with contextlib.suppress(FolderUnreachable):
-                self._target.remove(self._path)
-            raise
 
     def drop(self) -> None:
         """Forget it, where it was not published."""
@@ -264,8 +320,9 @@ def copy(
             verify(target, path, files, tell)
             return
     if target.exists(path):
+        go_on()  # who was left behind must not delete what was made since
         target.remove(path)
-    draft = Draft(target, path, scratch)
+    draft = Draft(target, path, scratch, go_on)
     try:
         for entry in files:
             local = draft.folder / entry.path

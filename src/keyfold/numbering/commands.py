@@ -1,7 +1,9 @@
 """The commands of numbering: runs over files, masters under the coordinator, and what can be asked of states."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -9,10 +11,11 @@ from keyfold.core.answer import Answer
 from keyfold.core.errors import BadInput
 from keyfold.core.times import iso
 from keyfold.numbering.model import SUMMARY_WORDS, Key, Place, Version, stands
-from keyfold.numbering.settings import NumberingSettings, scheme_numbered, type_named
+from keyfold.numbering.settings import NumberingSettings, scheme_numbered, type_named, type_numbered
 
 if TYPE_CHECKING:
     from keyfold.core.context import Context
+    from keyfold.numbering.service.finding import Found
     from keyfold.numbering.service.planning import Plan
     from keyfold.numbering.service.states import Stored
 
@@ -57,6 +60,7 @@ ShrunkenOption = Annotated[
 ]
 EngineOption = Annotated[str, typer.Option("--engine", metavar="duckdb|spark", help="What computes it.")]
 ACTOR = "command line"
+T = TypeVar("T")
 
 
 @app.command()
@@ -195,8 +199,9 @@ def plan(
     from keyfold.bulk.folders import Root
     from keyfold.numbering.service import planning, running
 
-    settings, found = _state(ctx, state, type_name, cluster)
+    settings = _settings(ctx)
     own = type_named(settings, type_name)
+    found = _asked_of(ctx, state, type_name, cluster, _verified if input_offers_table else _as_it_is)
     if output_sharding_scheme is not None and not input_offers_table:
         raise BadInput("a resharding is previewed with the offers", place="--input-offers-table")
     if not input_offers_table:
@@ -229,21 +234,24 @@ def find(
     """Look up the places of keys and the keys of places, by the index of a state, which is built if it is missing."""
     from keyfold.numbering.service import finding
 
-    settings, found = _state(ctx, state, type_name, cluster)
+    settings = _settings(ctx)
     keys = [_key(each) for each in what if "/" in each]
     places = [_place(each) for each in what if "/" not in each]
-    finding.build(found, settings.engine_megabytes_max, _scratch(settings))
-    with finding.Index(found) as index:
-        by_key, by_place = index.by_keys(keys), index.by_places(places)
+
+    def look(found: "Stored") -> "tuple[str, dict[Key, Found], dict[Place, Found]]":
+        finding.build(found, settings.engine_megabytes_max, _scratch(settings))
+        return found.manifest.version, *finding.look_up(found, keys, places)
+
+    version, by_key, by_place = _asked_of(ctx, state, type_name, cluster, look)
     rows = [by_key[key] for key in keys if key in by_key] + [by_place[place] for place in places if place in by_place]
     lacking = [
         f"{key.business_id}/{key.shop_id}/{key.warehouse_id}/{key.offer_id}" for key in keys if key not in by_key
     ]
     lacking += [f"{place.shard_id}:{place.doc_id}" for place in places if place not in by_place]
     return Answer(
-        data={"version": found.manifest.version, "found": rows, "not_found": lacking},
+        data={"version": version, "found": rows, "not_found": lacking},
         table=[{name: getattr(row, name) for name in row.__struct_fields__} for row in rows],
-        lines=[f"{each}: not in {found.manifest.version}" for each in lacking],
+        lines=[f"{each}: not in {version}" for each in lacking],
         exit_code=1 if lacking and not rows else 0,
     )
 
@@ -253,7 +261,9 @@ def compatible(
     ctx: typer.Context,
     data: Annotated[str, typer.Argument(metavar="T.S.V.G", help="The version that the data were made for.")],
     state: StateOption = "",
-    type_name: TypeOption = "main",
+    type_name: Annotated[
+        str, typer.Option("--type", metavar="NAME", help="Which type of numbering.types; that of the version's T.")
+    ] = "",
     cluster: ClusterOption = "",
 ) -> Answer:
     """Tell whether data fit a state: yes, no, or yes except the places that were reassigned since.
@@ -262,15 +272,17 @@ def compatible(
     """
     from keyfold.numbering.service import comparing
 
+    settings = _settings(ctx)
     version = Version.parse(data)
-    settings, found = _state(ctx, state, type_name, cluster, version)
-    told = comparing.compatible(
-        found,
-        version,
+    compare = partial(
+        comparing.compatible,
+        data=version,
         places_max=settings.exceptions_max,
         megabytes_max=settings.engine_megabytes_max,
         scratch=_scratch(settings),
     )
+    named = type_name or ("" if state else type_numbered(settings, version.type))
+    told = _asked_of(ctx, state, named, cluster, compare, version)
     shown = [{"shard": each.shard_id, "doc": each.doc_id} for each in told.places[:PLACES_SHOWN]]
     more = [f"… and {told.reassigned - len(shown)} more; --json lists them"] if told.reassigned > len(shown) else []
     return Answer(
@@ -328,12 +340,17 @@ def history(
 def index(
     ctx: typer.Context, state: StateOption = "", type_name: TypeOption = "main", cluster: ClusterOption = ""
 ) -> Answer:
-    """Build the look-up index of a state."""
+    """Build the look-up index of a state; one that is there is compared with what was written, and built again."""
     from keyfold.numbering.service import finding
 
-    settings, found = _state(ctx, state, type_name, cluster)
-    finding.build(found, settings.engine_megabytes_max, _scratch(settings))
-    return Answer(data={"version": found.manifest.version}, lines=[f"{found.manifest.version} is indexed"])
+    settings = _settings(ctx)
+
+    def build(found: "Stored") -> str:
+        finding.build(found, settings.engine_megabytes_max, _scratch(settings), is_verified=True)
+        return found.manifest.version
+
+    version = _asked_of(ctx, state, type_name, cluster, build)
+    return Answer(data={"version": version}, lines=[f"{version} is indexed"])
 
 
 @app.command()
@@ -444,19 +461,35 @@ def _opened(ctx: typer.Context) -> "tuple[Context, NumberingSettings]":
     return context, context.settings.section("numbering", NumberingSettings)
 
 
-def _state(
-    ctx: typer.Context, path: str, type_name: str, cluster: str, data: Version | None = None
-) -> "tuple[NumberingSettings, Stored]":
-    """A state by its folder, or a published one of a type: the last, or the newest that data fit."""
+def _asked_of(
+    ctx: typer.Context,
+    path: str,
+    type_name: str,
+    cluster: str,
+    work: "Callable[[Stored], T]",
+    data: Version | None = None,
+) -> T:
+    """What work makes of a state by its folder, or of a published one: the last, or the newest that data fit."""
     from keyfold.bulk.folders import Root
     from keyfold.numbering.service import comparing, coordinating, mastering, states
 
     if path:
-        return _settings(ctx), states.read(Root(path))
+        return work(states.read(Root(path)))
     context, settings = _opened(ctx)
     type_named(settings, type_name)
     record = coordinating.look(context.leases, type_name)
-    return settings, mastering.stored(settings, comparing.chosen(record, data), cluster)
+    return mastering.read_anywhere(settings, comparing.chosen(record, data), work, cluster)
+
+
+def _as_it_is(state: "Stored") -> "Stored":
+    return state
+
+
+def _verified(state: "Stored") -> "Stored":
+    from keyfold.numbering.service import states
+
+    states.verify(state)
+    return state
 
 
 def _told(state: "Stored") -> Answer:

@@ -311,6 +311,7 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
     rebuild_next: int = 0  # no V below was left unused
     is_begun: bool = False  # a first run may be done: no cluster had states of another coordinator
     is_cut: bool = False  # the last state was declared invalid: the next run raises V
+    strays: dict[str, int] = {}  # whole states that nobody is known to have published, and since when they are known
 
     @property
     def current(self) -> Published | None:
@@ -364,6 +365,23 @@ def publish(record: Record, state: Published, *, history_max: int) -> Record:
     return structs.replace(
         record, states=states, rebuild_next=max(record.rebuild_next, version.rebuild + 1), is_cut=False
     )
+
+
+def is_behind(record: Record, rebuild: int, generation: int, run: int) -> bool:
+    """Whether a publication came after all that the record knows, so that what it would publish next was used before.
+
+    A record that is cut uses no V again, whatever was published in those before.
+    """
+    known = [(Version.parse(each.version), each.run) for each in record.states]
+    reached = [(version.rebuild, version.generation, each) for version, each in known]
+    cut = [(record.rebuild_next, -1, 0)] if record.is_cut else []
+    return (rebuild, generation, run) > max(reached + cut, default=(-1, -1, 0))
+
+
+def note_strays(record: Record, ticket: int, found: Iterable[str], now_us: int) -> Record:
+    """Put tombstones on states that nobody is known to have published, and forget those that are gone."""
+    _must_hold(record, ticket)
+    return structs.replace(record, strays={path: record.strays.get(path, now_us) for path in sorted(found)})
 
 
 def begin(record: Record, ticket: int) -> Record:

@@ -17,9 +17,9 @@ from keyfold.core.gather import Ask, Outcome
 from keyfold.core.route import Route
 from keyfold.core.times import iso
 from keyfold.numbering.model import Key, Place, Published, Record, Stands, Taken, TypeName, Version, stands
-from keyfold.numbering.service import comparing, coordinating, mastering
+from keyfold.numbering.service import comparing, coordinating, finding, mastering
 from keyfold.numbering.service.comparing import Compatibility
-from keyfold.numbering.service.finding import Found, Index, IndexLacking
+from keyfold.numbering.service.finding import Found, IndexLacking
 from keyfold.numbering.service.mastering import StateLost
 from keyfold.numbering.service.states import Shard
 from keyfold.numbering.settings import NumberingSettings
@@ -212,13 +212,14 @@ class Door:
         # A comparison reads every place: one at a time, and once, since neither state nor answer ever changes.
         with self._comparing, _reading(state):
             if (answer := self._answers.get((state.checksum, data))) is None:
-                answer = comparing.compatible(
-                    mastering.stored(self._settings, state),
-                    data,
+                compare = partial(
+                    comparing.compatible,
+                    data=data,
                     places_max=self._settings.exceptions_max,
                     megabytes_max=self._settings.engine_megabytes_max,
                     scratch=Path(self._settings.scratch) if self._settings.scratch else None,
                 )
+                answer = mastering.read_anywhere(self._settings, state, compare)
                 while len(self._answers) >= ANSWERS_KEPT_MAX:
                     del self._answers[next(iter(self._answers))]
                 self._answers[state.checksum, data] = answer
@@ -233,8 +234,9 @@ class Door:
         state = comparing.chosen(coordinating.look(self._context.leases, name), None)
         keys = [Key(each.business_id, each.offer_id, each.shop_id, each.warehouse_id) for each in ask.body.keys]
         places = [Place(each.shard_id, each.doc_id) for each in ask.body.places]
-        with _reading(state), Index(mastering.stored(self._settings, state)) as index:
-            by_key, by_place = index.by_keys(keys), index.by_places(places)
+        with _reading(state):
+            look = partial(finding.look_up, keys=keys, places=places)
+            by_key, by_place = mastering.read_anywhere(self._settings, state, look)
         return FoundShown(state.version, [by_key.get(key) for key in keys], [by_place.get(place) for place in places])
 
     def _named(self, ask: Ask) -> str:

@@ -117,6 +117,15 @@ def type_named(settings: NumberingSettings, name: str) -> TypeSettings:
     return settings.types[name]
 
 
+def type_numbered(settings: NumberingSettings, number: int) -> str:
+    """The name of the type that has a number: no two have the same."""
+    for name, each in settings.types.items():
+        if each.number == number:
+            return name
+    known = ", ".join(f"{each.number} ({name})" for name, each in settings.types.items())
+    raise BadInput(f"no type has the number {number}", hint=f"numbering.types has {known}")
+
+
 def scheme_numbered(settings: NumberingSettings, number: int) -> Scheme:
     found = settings.schemes.get(str(number))
     if found is None:

@@ -386,6 +386,7 @@ def test_an_older_ticket_changes_nothing() -> None:
         lambda: model.declare_invalid(record, 8, ["1.0.0.1 2"], "lost"),
         lambda: model.drop(record, 8, ["1.0.0.0 1"], 0),
         lambda: model.deleted(record, 8, ["1.0.0.0 1"]),
+        lambda: model.note_strays(record, 8, ["main/7-a"], 0),
     ):
         with pytest.raises(TicketRefused):
             act()
@@ -416,6 +417,35 @@ def test_only_what_follows_the_last_state_is_published(version: str, run: int, i
     else:
         with pytest.raises(Conflict):
             model.publish(record, published(version, run, 3), history_max=10)
+
+
+@pytest.mark.spec("NUM-05", "NUM-10")
+@pytest.mark.parametrize(
+    ("receipt", "is_cut", "is_behind"),
+    [
+        ((0, 1, 2), False, False),  # what it knows, or older
+        ((1, 0, 3), False, False),
+        ((1, 0, 4), False, True),  # a run that gave no place
+        ((1, 1, 4), False, True),
+        ((2, 0, 4), False, True),
+        ((1, 7, 9), True, False),  # no V below the next is used again
+        ((2, 0, 4), True, True),
+    ],
+)
+def test_a_record_is_behind_a_publication_that_came_after_all_that_it_knows(
+    receipt: tuple[int, int, int], is_cut: bool, is_behind: bool
+) -> None:
+    record = recorded("1.0.0.0", "1.0.0.1", "1.0.1.0")
+    if is_cut:
+        record = model.declare_invalid(record, 4, ["1.0.1.0 3"], "lost")
+    assert model.is_behind(record, *receipt) == is_behind
+    assert model.is_behind(Record(), *receipt)
+
+
+@pytest.mark.spec("NUM-14")
+def test_the_tombstone_of_a_stray_is_as_old_as_when_it_was_first_seen() -> None:
+    record = model.note_strays(recorded("1.0.0.0"), 2, ["main/1-a", "main/1-b"], 5)
+    assert model.note_strays(record, 2, ["main/1-b", "main/1-c"], 9).strays == {"main/1-b": 5, "main/1-c": 9}
 
 
 @pytest.mark.spec("NUM-15")

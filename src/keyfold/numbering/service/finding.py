@@ -1,15 +1,17 @@
 """Look-ups in both directions without reading the whole state: an index of sorted files beside it.
 
 `by_place` holds the rows of the state in the order of their places, `by_key` the places in the order of their keys'
-hash. Small row groups with their least and greatest values tell where to look: a look-up reads a few of them.
+hash. Small row groups with their least and greatest values tell where to look: a look-up reads a few of them. What it
+reads is compared with what was written, block by block: an answer comes from no other bytes than those.
 """
 
 import bisect
 import contextlib
 import hashlib
+import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 from msgspec import Struct
@@ -24,7 +26,10 @@ from keyfold.numbering.service import states
 from keyfold.numbering.service.states import Stored
 
 GROUP_ROWS = 16_384
+BLOCK_BYTES = 64 * 1024
+BY_PLACE, BY_KEY = "by_place.parquet", "by_key.parquet"
 HASH_DIGITS = 15
+_DIGITS = 16  # of the checksum of a block
 
 
 class Found(Struct, frozen=True):
@@ -49,11 +54,19 @@ class Found(Struct, frozen=True):
         return Place(self.shard_id, self.doc_id)
 
 
+class IndexFile(Struct, frozen=True):
+    """A file of an index, and the checksums of its blocks, one after the other."""
+
+    path: str
+    bytes: int
+    sums: str
+
+
 class IndexManifest(Struct, frozen=True):
     """Which state an index is of, and its files."""
 
     checksum: str
-    files: list[FileEntry]
+    files: list[IndexFile]
 
 
 class IndexLacking(Unavailable):
@@ -63,16 +76,17 @@ class IndexLacking(Unavailable):
 
 
 INDEX = ".index"
+MENDING = "keyfold number index builds it again"
 
 
 def index_path(path: str) -> str:
     return f"{path}{INDEX}"
 
 
-def build(state: Stored, megabytes_max: int, scratch: Path | None = None) -> None:
-    """Write the index beside a state, where there is none yet."""
+def build(state: Stored, megabytes_max: int, scratch: Path | None = None, *, is_verified: bool = False) -> None:
+    """Write the index beside a state, where there is none of it yet; or none that is whole, if that is verified."""
     root, path = _beside(state)
-    if root.exists(f"{path}/{MANIFEST}"):
+    if _is_built(state, is_verified=is_verified):
         return
     if root.exists(path):
         root.remove(path)
@@ -89,12 +103,58 @@ def build(state: Stored, megabytes_max: int, scratch: Path | None = None) -> Non
                 _write(connection, files["places"], draft.folder)
             finally:
                 connection.disconnect()
-        draft.publish(msgspec.json.encode(IndexManifest(state.checksum, draft.files())))
+        entries = [_entry(draft.folder, written) for written in draft.files()]
+        draft.publish(msgspec.json.encode(IndexManifest(state.checksum, entries)))
     except Conflict:
         draft.drop()  # somebody else has built it meanwhile
     except BaseException:
         draft.drop()
         raise
+
+
+def _is_built(state: Stored, *, is_verified: bool) -> bool:
+    try:
+        manifest = _manifest(state)
+        if is_verified:
+            _verify(state, manifest)
+    except (IndexLacking, FolderBroken):
+        return False
+    return True
+
+
+def _verify(state: Stored, manifest: IndexManifest) -> None:
+    """Read an index whole."""
+    root, path = _beside(state)
+    for entry in manifest.files:
+        with _checked(root, path, entry) as file:
+            while file.read(BLOCK_BYTES):
+                pass
+
+
+def _manifest(state: Stored) -> IndexManifest:
+    """What the index of a state is, as far as there is one and it is of this state."""
+    root, path = _beside(state)
+    try:
+        manifest = msgspec.json.decode(root.read(f"{path}/{MANIFEST}"), type=IndexManifest)
+    except NotFound:
+        raise IndexLacking(f"{state.where} has no look-up index", hint="Build it: keyfold number index") from None
+    except (msgspec.DecodeError, ValueError) as error:
+        raise FolderBroken(f"the index of {state.where} cannot be read: {error}", hint=MENDING) from None
+    if manifest.checksum != state.checksum:
+        raise FolderBroken(f"the index of {state.where} is of another state", hint=MENDING)
+    return manifest
+
+
+def _entry(folder: Path, written: FileEntry) -> IndexFile:
+    with (folder / written.path).open("rb") as file:
+        return IndexFile(written.path, written.bytes, _sums(file))
+
+
+def _opened(root: Root, path: str, name: str) -> Any:
+    try:
+        return root.open(f"{path}/{name}")
+    except NotFound:
+        raise FolderBroken(f"the index {root.shown(path)} has lost {name}", hint=MENDING) from None
 
 
 def _write(connection: Any, files: Sequence[str], folder: Path) -> None:
@@ -105,11 +165,11 @@ def _write(connection: Any, files: Sequence[str], folder: Path) -> None:
     columns = ", ".join(PLACES)
     connection.raw_sql(
         f"COPY (SELECT {columns} FROM {source} ORDER BY shard_id, doc_id)"  # noqa: S608
-        f" TO {engines.quoted(str(folder / 'by_place.parquet'))} {options}"
+        f" TO {engines.quoted(str(folder / BY_PLACE))} {options}"
     )
     connection.raw_sql(
         f"COPY (SELECT ('0x' || md5({text})[1:{HASH_DIGITS}])::BIGINT AS key_hash, shard_id, doc_id FROM {source}"  # noqa: S608
-        f" ORDER BY key_hash) TO {engines.quoted(str(folder / 'by_key.parquet'))} {options}"
+        f" ORDER BY key_hash) TO {engines.quoted(str(folder / BY_KEY))} {options}"
     )
 
 
@@ -122,19 +182,13 @@ class Index:
     """An opened index."""
 
     def __init__(self, state: Stored) -> None:
+        manifest = _manifest(state)
         root, path = _beside(state)
-        try:
-            manifest = msgspec.json.decode(root.read(f"{path}/{MANIFEST}"), type=IndexManifest)
-        except NotFound:
-            raise IndexLacking(f"{state.where} has no look-up index", hint="Build it: keyfold number index") from None
-        except msgspec.DecodeError as error:
-            raise FolderBroken(f"the index of {state.where} cannot be read: {error}") from None
-        if manifest.checksum != state.checksum:
-            raise FolderBroken(f"the index of {state.where} is of another state")
         self._where = root.shown(path)
         with contextlib.ExitStack() as opened:
-            self._by_place = self._sorted(opened, root, f"{path}/by_place.parquet", ("shard_id", "doc_id"))
-            self._by_key = self._sorted(opened, root, f"{path}/by_key.parquet", ("key_hash",))
+            files = {entry.path: opened.enter_context(_checked(root, path, entry)) for entry in manifest.files}
+            self._by_place = self._sorted(files, BY_PLACE, ("shard_id", "doc_id"))
+            self._by_key = self._sorted(files, BY_KEY, ("key_hash",))
             self._open = opened.pop_all()
 
     def __enter__(self) -> "Index":
@@ -146,9 +200,11 @@ class Index:
     def close(self) -> None:
         self._open.close()
 
-    def _sorted(self, opened: contextlib.ExitStack, root: Root, path: str, columns: Sequence[str]) -> "_Sorted":
+    def _sorted(self, files: "dict[str, Checked]", name: str, columns: Sequence[str]) -> "_Sorted":
+        if name not in files:
+            raise FolderBroken(f"the index {self._where} lists no {name}", hint=MENDING)
         with self._failing():
-            return _Sorted(opened.enter_context(contextlib.closing(root.open(path))), columns)
+            return _Sorted(files[name], columns)
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -158,9 +214,7 @@ class Index:
         except (NotFound, ValueError, NotImplementedError, OSError) as error:
             if isinstance(error, OSError) and error.errno:
                 raise FolderUnreachable(f"{self._where}: {error.strerror or error}") from error
-            raise FolderBroken(
-                f"the index {self._where} cannot be read: {error}", hint="Delete it, and build it again"
-            ) from error
+            raise FolderBroken(f"the index {self._where} cannot be read: {error}", hint=MENDING) from error
 
     def by_places(self, places: Sequence[Place]) -> dict[Place, Found]:
         """Who has these places; those that nobody has are left out."""
@@ -177,6 +231,65 @@ class Index:
             candidates = [Place(row["shard_id"], row["doc_id"]) for row in self._by_key.rows(hashes)]
         wanted = set(keys)
         return {each.key: each for each in self.by_places(candidates).values() if each.key in wanted}
+
+
+class Checked(io.RawIOBase):
+    """A file of an index; every block that is read is compared with what was written."""
+
+    def __init__(self, file: Any, entry: IndexFile, where: str) -> None:
+        self._file, self._entry, self._where = file, entry, where
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._entry.bytes}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        begin, end = self._at, min(self._at + len(buffer), self._entry.bytes)
+        if begin >= end:
+            return 0
+        first = begin // BLOCK_BYTES
+        data = self._blocks(first, -(-end // BLOCK_BYTES))
+        wanted = data[begin - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
+        buffer[: len(wanted)] = wanted
+        self._at = end
+        return len(wanted)
+
+    def _blocks(self, first: int, last: int) -> bytes:
+        """Some blocks, each as it was written."""
+        self._file.seek(first * BLOCK_BYTES)
+        size = min(last * BLOCK_BYTES, self._entry.bytes) - first * BLOCK_BYTES
+        data = bytes(self._file.read(size))
+        if len(data) != size or _sums(io.BytesIO(data)) != self._entry.sums[_DIGITS * first : _DIGITS * last]:
+            raise FolderBroken(f"{self._entry.path} of the index {self._where} was altered", hint=MENDING)
+        return data
+
+
+@contextlib.contextmanager
+def _checked(root: Root, path: str, entry: IndexFile) -> Iterator[Checked]:
+    with contextlib.closing(_opened(root, path, entry.path)) as file:
+        yield Checked(file, entry, root.shown(path))
+
+
+def _sums(file: BinaryIO) -> str:
+    """The checksums of the blocks of a file."""
+    blocks = iter(lambda: file.read(BLOCK_BYTES), b"")
+    return "".join(hashlib.blake2b(block, digest_size=_DIGITS // 2).hexdigest() for block in blocks)
+
+
+def look_up(state: Stored, keys: Sequence[Key], places: Sequence[Place]) -> tuple[dict[Key, Found], dict[Place, Found]]:
+    """The places of keys and who has places, by the index of a state."""
+    with Index(state) as index:
+        return index.by_keys(keys), index.by_places(places)
 
 
 class _Sorted:

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -19,8 +20,10 @@ from keyfold.core.context import Context
 from keyfold.core.errors import BadInput, Conflict, KeyfoldError, LeaseLost, NotFound, Unavailable
 from keyfold.numbering import metrics, model
 from keyfold.numbering.model import Published, Record, Version
-from keyfold.numbering.service import coordinating, finding, running, states
+from keyfold.numbering.service import coordinating, finding, receipts, running, states
 from keyfold.numbering.service.coordinating import UNREACHABLE, Hold
+from keyfold.numbering.service.finding import IndexLacking
+from keyfold.numbering.service.receipts import Receipt
 from keyfold.numbering.service.running import Request
 from keyfold.numbering.service.states import Stored
 from keyfold.numbering.settings import NumberingSettings, type_named
@@ -28,6 +31,7 @@ from keyfold.numbering.settings import NumberingSettings, type_named
 log = structlog.get_logger(__name__)
 
 Tell = Callable[[str], None]
+T = TypeVar("T")
 NO_TICKET = 2**63
 
 
@@ -35,6 +39,12 @@ class StateLost(Unavailable):
     """The last state can be read from no cluster"""
 
     slug = "state-lost"
+
+
+class StateNotBrought(Unavailable):
+    """The last state is on another cluster, and could not be copied to the master's own"""
+
+    slug = "state-not-brought"
 
 
 class CopiesLacking(Unavailable):
@@ -126,6 +136,7 @@ class Master:
         state, clusters = self._made(hold, request, tell)
         published = _published(state, clusters, hold.ticket)
         self._publish(hold, published)
+        leave_receipts(self._settings, self._type_name, published)
         tell(f"published {state.manifest.version}")
         metrics.RUNS.labels(self._type_name, "published").inc()
         metrics.RUN_SECONDS.labels(self._type_name).set(time.monotonic() - began)
@@ -138,6 +149,8 @@ class Master:
         begin(hold, self._settings, self._type_name)
         must_be_newest(hold, self._settings, self._type_name)
         record = hold.record
+        if record.current:
+            leave_receipts(self._settings, self._type_name, record.current)
         before = self._brought(hold, record.current, tell) if record.current else None
         path = f"{self._type_name}/{hold.ticket}-{uuid.uuid4().hex}"
 
@@ -181,11 +194,10 @@ class Master:
     def _brought(self, hold: Hold, last: Published, tell: Tell) -> Stored:
         """The last state on our own cluster, copied from wherever it can be read."""
         failures: list[str] = []
+        stuck: list[str] = []
         is_broken = False
         try:
-            state = states.read(self._own, last.path, checksum=last.checksum)
-            self._bounded(partial(_verified, state), f"reading {state.where}")
-            return state
+            return self._found(self._cluster, last, is_verified=True)
         except NotFound:
             pass
         except Unavailable as error:
@@ -196,19 +208,36 @@ class Master:
                 continue
             hold.must_be_held()
             try:
-                found = states.read(root_of(self._settings, cluster), last.path, checksum=last.checksum)
+                found = self._found(cluster, last, is_verified=is_broken)
+            except (NotFound, Unavailable) as error:
+                failures.append(f"{cluster}: {error}")
+                continue
+            try:
                 if is_broken:
-                    self._bounded(partial(_verified, found), f"reading {found.where}")
                     self._own.remove(last.path)  # only now: until here it might have been all that there is
                     is_broken = False
                 self._copied(found, self._own, tell, f"state copied from {cluster}")
                 return states.read(self._own, last.path, checksum=last.checksum)
+            except FolderUnreachable as error:
+                stuck.append(f"{cluster}: {error}")
             except (NotFound, Unavailable) as error:
                 failures.append(f"{cluster}: {error}")
+        if stuck:
+            raise StateNotBrought(
+                f"{last.version}, the last state of {self._type_name}, could not be copied to {self._cluster} from"
+                f" {'; '.join(stuck)}",
+                hint="Nothing is lost: mend the cluster, or run on another",
+            )
         raise StateLost(
             f"{last.version}, the last state of {self._type_name}, can be read from no cluster: {'; '.join(failures)}",
             hint=f"Bring it back, or give it up: keyfold number invalidate --type {self._type_name}",
         )
+
+    def _found(self, cluster: str, last: Published, *, is_verified: bool) -> Stored:
+        state = states.read(root_of(self._settings, cluster), last.path, checksum=last.checksum)
+        if is_verified:
+            self._bounded(partial(_verified, state), f"reading {state.where}")
+        return state
 
     def _given(self, hold: Hold, state: Stored, tell: Tell) -> list[str]:
         """Copy a state to other clusters until enough hold it."""
@@ -344,23 +373,39 @@ def begin(hold: Hold, settings: NumberingSettings, type_name: str) -> None:
 def must_be_newest(hold: Hold, settings: NumberingSettings, type_name: str) -> None:
     """A coordinator that was set back, by a backup of its store, must not use versions again that were published since.
 
-    Tickets only grow: a state that was made under a greater one than ours, and is not known, was published after it.
+    The clusters' receipts tell. A published state has as many as it has copies: so many clusters must not be silent.
     """
-    known = {each.path for each in hold.record.states}
+    silent: list[str] = []
     for cluster in settings.clusters:
         try:
-            names = root_of(settings, cluster).names(type_name)
+            newest = max(_receipts_of(settings, type_name, cluster), default=None)
         except Unavailable as error:
             log.warning("whether a cluster has newer states is not known", cluster=cluster, error=str(error))
+            silent.append(f"{cluster}: {error}")
             continue
-        for name in names:
-            is_state = not name.endswith(finding.INDEX) and folders.WRITING not in name
-            if is_state and hold.ticket < _ticket_of(name) < NO_TICKET and f"{type_name}/{name}" not in known:
-                hold.must_be_held()
-                raise Conflict(
-                    f"{cluster} has {name}, which is newer than what the coordinator knows of {type_name}",
-                    hint=f"If its store was set back: keyfold number adopt --over --type {type_name}",
-                )
+        if newest and model.is_behind(hold.record, newest.rebuild, newest.generation, newest.run):
+            hold.must_be_held()
+            raise Conflict(
+                f"{newest.version} of run {newest.run} was published to {cluster}, which is newer than what the"
+                f" coordinator knows of {type_name}",
+                hint=f"If its store was set back: keyfold number adopt --over --type {type_name}",
+            )
+    if len(silent) >= min(settings.copies_min, len(settings.clusters)):
+        raise Unavailable(
+            f"whether there are newer states of {type_name} is not known: {'; '.join(silent)}",
+            hint="Mend the cluster, or take it out of numbering.clusters",
+        )
+
+
+def leave_receipts(settings: NumberingSettings, type_name: str, state: Published) -> None:
+    """Tell the clusters what was published, as far as they answer: a later master makes up for what is missing."""
+    for cluster in settings.clusters:
+        root = root_of(settings, cluster)
+        try:
+            if root.names(type_name):  # where there is nothing at all, the cluster may not be mounted
+                receipts.leave(root, type_name, receipts.of(state))
+        except Unavailable as error:
+            log.warning("a cluster was not told what is published", cluster=cluster, error=str(error))
 
 
 def is_strange(record: Record) -> bool:
@@ -383,7 +428,10 @@ def adopt(
         if state.version.type == number
     ]
     if not found:
-        raise NotFound(f"no cluster has a state of {type_name}")
+        raise NotFound(
+            f"no cluster has a state of {type_name}",
+            hint=f"If they are lost, move {type_name}{receipts.RECEIPTS} away on every cluster, too, to begin anew",
+        )
     with coordinating.locked(context, settings, type_name, master) as hold:
         if hold is None:
             raise LockTaken(f"a master holds the lock of {type_name}")
@@ -399,7 +447,9 @@ def adopt(
                 break
         else:
             raise StateLost(f"no state of {type_name} can be read")
-        rebuild_next = 1 + max(state.version.rebuild for state, _ in found)
+        used = [state.version.rebuild for state, _ in found]
+        used += [each.rebuild for cluster in settings.clusters for each in _receipts_of(settings, type_name, cluster)]
+        rebuild_next = 1 + max(used)
         others = {
             state.checksum: _published(state, [cluster], hold.ticket)
             for state, cluster in found
@@ -428,6 +478,10 @@ def _states_of(settings: NumberingSettings, type_name: str, cluster: str) -> lis
     return states_found
 
 
+def _receipts_of(settings: NumberingSettings, type_name: str, cluster: str) -> list[Receipt]:
+    return receipts.found(root_of(settings, cluster), type_name)
+
+
 def prune(context: Context, settings: NumberingSettings, type_name: str, master: str) -> "Pruned":
     """Drop and delete what the policy no longer keeps."""
     type_named(settings, type_name)
@@ -450,12 +504,13 @@ def prune_under(hold: Hold, settings: NumberingSettings, type_name: str) -> Prun
     """Put tombstones on what is no longer kept, delete what had one for long enough, and what dead masters left.
 
     A folder that the record does not name, or has given up, and whose ticket is older than ours can never be published:
-    its master lost the lock.
+    its master lost the lock. If it is a whole state, somebody may read it nevertheless: it gets the grace of others.
     """
     if is_strange(hold.record):
         raise Conflict(
             f"the coordinator knows no state of {type_name}: what the clusters have may be another coordinator's"
         )
+    must_be_newest(hold, settings, type_name)
     now_us = SystemClock().now_us()
     dropped = model.to_drop(hold.record, states_kept=settings.states_kept, rebuilds_kept=settings.rebuilds_kept)
     if dropped:
@@ -471,27 +526,56 @@ def prune_under(hold: Hold, settings: NumberingSettings, type_name: str) -> Prun
     # Given up first, under the ticket, and deleted then: the pointer can no longer return to what has lost its files.
     if due:
         hold.change(lambda record: model.deleted(record, hold.ticket, [each.checksum for each in due]))
-    named = _paths(each for each in hold.record.states if not each.is_deleted)
-    given_up, given_up_now = _paths(each for each in hold.record.states if each.is_deleted), _paths(due)
     failures: list[str] = []
+    found = _folders_of(settings, type_name, hold, failures)
+    _note_strays(hold, found, now_us, is_partial=bool(failures))
+    grace_us = settings.grace_hours * 3_600_000_000
+    waiting = [path for path, since_us in hold.record.strays.items() if now_us - since_us < grace_us]
+    named = _paths([each.path for each in hold.record.states if not each.is_deleted] + waiting)
+    given_up = _paths(each.path for each in hold.record.states if each.is_deleted)
+    given_up_now = _paths(each.path for each in due)
     leftovers = 0
-    for name in settings.clusters:
+    for name, paths in found.items():
         root = root_of(settings, name)
-        try:
-            found = [f"{type_name}/{each}" for each in root.names(type_name)]
-        except Unavailable as error:
-            failures.append(f"{name}: {error}")
-            continue
         # What was adopted has the ticket of another coordinator, which may be greater than any of ours.
-        stale = [path for path in found if path in given_up or (path not in named and _ticket_of(path) < hold.ticket)]
+        stale = [path for path in paths if path in given_up or (path not in named and _ticket_of(path) < hold.ticket)]
         _removed(root, [path for path in stale if path in given_up_now], name, failures)
         leftovers += _removed(root, [path for path in stale if path not in given_up_now], name, failures)
     return Pruned([each.version for each in dropped], [each.version for each in due], leftovers, failures)
 
 
-def _paths(published: Iterable[Published]) -> set[str]:
+def _folders_of(
+    settings: NumberingSettings, type_name: str, hold: Hold, failures: list[str]
+) -> dict[str, dict[str, bool]]:
+    """The folders of every cluster that answers, each with whether it is a whole state that the record lacks."""
+    known = _paths(each.path for each in hold.record.states)
+    found: dict[str, dict[str, bool]] = {}
+    for name in settings.clusters:
+        root = root_of(settings, name)
+        try:
+            paths = [f"{type_name}/{each}" for each in root.names(type_name)]
+            found[name] = {path: path not in known and _is_stray(root, path, hold.ticket) for path in paths}
+        except Unavailable as error:
+            failures.append(f"{name}: {error}")
+    return found
+
+
+def _is_stray(root: Root, path: str, ticket: int) -> bool:
+    is_state = not path.endswith(finding.INDEX) and folders.WRITING not in path
+    return is_state and _ticket_of(path) < ticket and root.exists(f"{path}/{MANIFEST}")
+
+
+def _note_strays(hold: Hold, found: dict[str, dict[str, bool]], now_us: int, *, is_partial: bool) -> None:
+    """Whole states that the record lacks get a tombstone, too: it may be the record that has forgotten them."""
+    strays = {path for paths in found.values() for path, is_stray in paths.items() if is_stray}
+    strays |= set(hold.record.strays) if is_partial else set()
+    if strays != set(hold.record.strays):
+        hold.change(lambda record: model.note_strays(record, hold.ticket, strays, now_us))
+
+
+def _paths(paths: Iterable[str]) -> set[str]:
     """Where states lie, and their indexes."""
-    return {path for each in published for path in (each.path, finding.index_path(each.path))}
+    return {path for each in paths for path in (each, finding.index_path(each))}
 
 
 def _removed(root: Root, paths: Sequence[str], cluster: str, failures: list[str]) -> int:
@@ -518,18 +602,33 @@ def readable(settings: NumberingSettings, state: Published) -> bool:
 
 def stored(settings: NumberingSettings, state: Published, cluster: str = "") -> Stored:
     """A published state where it can be read; by its manifest, which is compared with what was published."""
-    failures = []
+    return read_anywhere(settings, state, lambda found: found, cluster)
+
+
+def read_anywhere(settings: NumberingSettings, state: Published, work: Callable[[Stored], T], cluster: str = "") -> T:
+    """What work makes of a published state, by the first copy that it can be made from.
+
+    One copy may be broken where another is whole, and an index lies beside one copy alone.
+    """
+    failures: list[str] = []
+    lacking: IndexLacking | None = None
     for name in [cluster] if cluster else _holders(settings, state):
         try:
-            return states.read(root_of(settings, name), state.path, checksum=state.checksum)
+            return work(states.read(root_of(settings, name), state.path, checksum=state.checksum))
+        except IndexLacking as error:
+            lacking = error
         except (NotFound, Unavailable) as error:
             failures.append(f"{name}: {error}")
+    if lacking:
+        raise lacking
     raise StateLost(f"{state.version} cannot be read: {'; '.join(failures)}")
 
 
 def _holders(settings: NumberingSettings, state: Published) -> list[str]:
-    """Clusters to look for a state in: those that it was published with, then those of masters that went on from it."""
-    return sorted(settings.clusters, key=lambda name: name not in state.clusters)
+    """Clusters to look for a state in: its master's own, which has the index, the others that it was published with,
+    then those of masters that went on from it."""
+    order = {name: at for at, name in enumerate(state.clusters)}
+    return sorted(settings.clusters, key=lambda name: order.get(name, len(order)))
 
 
 def _readable_from(settings: NumberingSettings, state: Published) -> Iterator[str]:

@@ -103,7 +103,7 @@ def run(request: Request, tell: Callable[[str], None] = lambda _: None) -> Store
             tell("checked")
             files = draft.files()
             summary = _with_bytes(made.summary, sum(each.bytes for each in files))
-            manifest = Manifest(
+            unsealed = Manifest(
                 version=str(made.version),
                 run=request.run,
                 scheme=request.scheme,
@@ -115,6 +115,7 @@ def run(request: Request, tell: Callable[[str], None] = lambda _: None) -> Store
                 summary=summary,
                 files=files,
             )
+            manifest = states.sealed(unsealed)
             data = states.encoded(manifest)
             for url, name in ((request.new_docs, "new_docs"), (request.expired_docs, "expired_docs")):
                 if url:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from keyfold.bulk import engines, folders
 from keyfold.bulk.engines import Engine
@@ -20,7 +20,9 @@ from keyfold.numbering.sharding import Scheme
 if TYPE_CHECKING:
     import ibis.expr.types as ir
 
-FORMAT = 1
+FORMAT = 2
+UNSEALED = 1  # the format of manifests that have no checksum of their own
+NO_SEAL = "0" * 64
 # The tables of a state: what they are called, and their columns.
 TABLES: dict[str, dict[str, str]] = {
     "places": expressions.PLACES,
@@ -78,6 +80,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     shards: list[Shard]
     summary: Summary
     files: list[FileEntry]
+    seal: str = NO_SEAL  # the SHA-256 of the manifest itself, with zeros here
 
 
 class Stored(Struct, frozen=True):
@@ -114,12 +117,14 @@ def read(root: Root, path: str = "", *, checksum: str | None = None) -> Stored:
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
         Version.parse(manifest.version)
-    except (msgspec.DecodeError, msgspec.ValidationError, BadInput) as error:
+    except (msgspec.DecodeError, ValueError, BadInput) as error:  # ValueError: what is no UTF-8
         raise FolderBroken(f"the manifest of {root.shown(path)} cannot be read: {error}") from None
     if any(entry.path.startswith("/") or ".." in entry.path.split("/") for entry in manifest.files):
         raise FolderBroken(f"the manifest of {root.shown(path)} names files outside of it")
-    if manifest.format != FORMAT:
+    if manifest.format not in (UNSEALED, FORMAT):
         raise FolderBroken(f"{root.shown(path)} has format {manifest.format}; this program knows {FORMAT}")
+    if manifest.format != UNSEALED and not _is_sealed(data, manifest.seal):
+        raise FolderBroken(f"the manifest of {root.shown(path)} was altered: it does not fit its own checksum")
     return Stored(root, path, manifest, found)
 
 
@@ -159,6 +164,17 @@ def gather_files(draft: Draft, name: str, written: Sequence[Path]) -> None:
         for other in source.iterdir():
             other.unlink()
         source.rmdir()
+
+
+def sealed(manifest: Manifest) -> Manifest:
+    """A manifest with its own checksum: in a run of files alone nothing else tells that it was altered."""
+    return structs.replace(manifest, seal=checksum_of(encoded(structs.replace(manifest, seal=NO_SEAL))))
+
+
+def _is_sealed(data: bytes, seal: str) -> bool:
+    """By the bytes as they are, whatever the fields of a manifest are: the seal is the last of them."""
+    before, found, after = data.rpartition(seal.encode() or NO_SEAL.encode())
+    return bool(found) and checksum_of(before + NO_SEAL.encode() + after) == seal
 
 
 def encoded(manifest: Manifest) -> bytes:
