@@ -337,6 +337,50 @@ def test_the_scheduler_sweeps_in_bounded_steps(
     assert len(swept) == 100
 
 
+@pytest.mark.spec("CORE-11", "LST-12", "LST-13")
+def test_a_plan_that_takes_longer_than_a_lease_is_made_once_however_many_schedulers_wait(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They took the shard from each other in the middle of every plan: 24 plans in 25 seconds, none of them used."""
+    plans: list[str] = []
+    plan_of = planning.plan_of
+
+    def slow(tx: Transaction, task: tasks.Task) -> Any:
+        plans.append(task.seller_id)
+        product.store.transact(make_due)  # guarded work, which refuses an older ticket from then on
+        time.sleep(1.6)
+        return plan_of(tx, task)
+
+    monkeypatch.setattr(planning, "plan_of", slow)
+    with opened(store_url, leases__lease_seconds=1) as product:
+        schedulers = [Scheduler(product.context, product.listings, f"worker-{number}") for number in range(2)]
+        feed(product, "7")
+        product.make(car(seller_in_shard(shard_of("7"))))
+        ended = threading.Event()
+        threads = [threading.Thread(target=keep_stepping, args=(each, ended)) for each in schedulers]
+        for thread in threads:
+            thread.start()
+        ends_at = time.monotonic() + 20
+        while stage(product, "7") != "done" and time.monotonic() < ends_at:
+            time.sleep(0.05)
+        ended.set()
+        for thread in threads:
+            thread.join()
+        assert stage(product, "7") == "done"
+        assert len(plans) <= 2  # the second where the shard had only just changed hands
+
+
+def make_due(tx: Transaction) -> None:
+    tx.driver("UPDATE offer SET due_at_us = 1")
+
+
+def keep_stepping(scheduler: Scheduler, ended: threading.Event) -> None:
+    while not ended.is_set():
+        scheduler.step()
+        ended.wait(0.02)
+    scheduler.stop()
+
+
 def test_a_seller_whose_counts_cannot_be_compared_does_not_stop_the_round(
     product: Product, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,7 +85,10 @@ class ConsumerWorker:
 
     def step(self) -> bool:
         """Apply one batch of every partition held; whether there may be more. A failing partition stops no other."""
-        self._shards.tick()
+        with self._shards.at_work():
+            return self._consume_held()
+
+    def _consume_held(self) -> bool:
         more = False
         failure: Exception | None = None
         for partition, lease in self._shards.held.items():
