@@ -12,8 +12,11 @@ import pytest
 
 from keyfold.core.clock import ManualClock
 from keyfold.core.errors import Conflict, NotFound, TooLarge
+from keyfold.core.loops import run_until_idle
 from keyfold.core.store import Transaction
 from keyfold.core.store.shapes import insert
+from keyfold.core.topics.topic import Message, Record
+from keyfold.core.workers import loops as worker_loops
 from keyfold.listings.model import SHARDS, Preset, Price, business_of, shard_of
 from keyfold.listings.service import drafting, keeping, offers, presets, repairing, saving, walking
 from keyfold.listings.service.drafting import DraftShown, Filled, Opening
@@ -24,6 +27,7 @@ from keyfold.listings.service.offers import Edit
 from keyfold.listings.service.saving import Saved
 from keyfold.listings.tables import SELLERS
 from keyfold.listings.worker import Scheduler
+from tests.listing_services import Moderation
 from tests.listings import CAR, DAY_US, Product, car, opened
 
 pytestmark = pytest.mark.timeout(120)
@@ -258,13 +262,97 @@ def test_an_opinion_that_changes_no_ban_reads_no_offer(product: Product, monkeyp
         return load_offers(tx, keys)
 
     monkeypatch.setattr(saving, "load_offers", counted)
-    banned = []
+    banned, reads = [], []
     for version, is_banned in enumerate([False, False, True, True, False, True], 1):
+        read.clear()
         opinion = Opinion(offer_id=saved.offer.offer_id, version=version, is_banned=is_banned)
         product.do(keeping.judge, [opinion])
         banned.append(product.counters("7").get("Banned", 0))
-    assert read == [0, 0, 1, 0, 1, 1]
+        reads.append(sum(read))
+    assert reads == [0, 0, 1, 0, 1, 1]
     assert banned == [0, 0, 1, 1, 0, 1]
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many offers are loaded at once, where four of those below are as much as may be held."""
+    loaded: list[int] = []
+    load_offers = saving.load_offers
+
+    def counted(tx: Transaction, keys: Any) -> Any:
+        loaded.append(len(keys))
+        return load_offers(tx, keys)
+
+    monkeypatch.setattr(saving, "STEP_BYTES_MAX", 5_200)
+    monkeypatch.setattr(saving, "ALWAYS_FIT", 1)
+    monkeypatch.setattr(saving, "load_offers", counted)
+    return loaded
+
+
+def make_large(product: Product, count: int, **more: Any) -> list[str]:
+    made = product.make(*[car(content={**CAR, "description": "x" * 900}, **more) for _ in range(count)])
+    return [saved.offer.offer_id for saved in made]
+
+
+@pytest.mark.spec("LST-15", "CORE-16")
+def test_opinions_that_ban_very_many_offers_hold_some_of_them_at_a_time(product: Product, loads: list[int]) -> None:
+    """A thousand bans of offers of 15 KB took 200 MB."""
+    opinions = [Opinion(offer_id=each, version=1, is_banned=True) for each in make_large(product, 10)]
+    judged = product.do(keeping.judge, opinions)
+    assert [(each.offer_id, each.result) for each in judged] == [(each.offer_id, "applied") for each in opinions]
+    assert product.counters("7") == {"Banned": 10}
+    assert sum(loads) == 10
+    assert max(loads) <= 4
+
+
+@pytest.mark.spec("LST-15", "CORE-08", "CORE-16")
+def test_bans_from_the_topic_are_halved_until_a_transaction_holds_few_enough(
+    product: Product, loads: list[int]
+) -> None:
+    moderation = Moderation(product.context, product.listings.settings.opinions_topic)
+    for each in make_large(product, 10):
+        moderation.say(each, is_banned=True)
+    run_until_idle(worker_loops(product.context))
+    assert product.counters("7") == {"Banned": 10}
+    assert sum(loads) == 10
+    assert max(loads) <= 4
+    assert product.rows("SELECT count(*) FROM dead_letters") == [(0,)]
+
+
+@pytest.mark.spec("LST-14", "CORE-16")
+def test_answers_for_very_many_photos_hold_some_offers_at_a_time(product: Product, loads: list[int]) -> None:
+    url = "https://photos.example.com/1.jpg"
+    answers = [
+        keeping.PhotoAnswer(offer_id=each, url=url, error="broken")
+        for each in make_large(product, 100, photos=(url,), external_id="A")
+    ]
+    with pytest.raises(TooLarge):
+        product.do(keeping.add_photos, answers)
+    records = [Record(0, at, message_of(each)) for at, each in enumerate(answers[:10])]
+    product.store.transact(lambda tx: keeping.take_answers(product.listings)(tx, records))
+    assert sum(loads) == 10
+    assert max(loads) <= 4
+    bodies = product.rows("SELECT body FROM offer WHERE kind = 'photos'")
+    assert sum("broken" in body for (body,) in bodies) == 10
+
+
+def message_of(answer: keeping.PhotoAnswer) -> Message:
+    payload = msgspec.json.encode(answer)
+    return Message(key=answer.offer_id, version=1, event_time_us=1, schema="photo-answer/1", payload=payload)
+
+
+@pytest.mark.spec("LST-06", "CORE-03", "CORE-16")
+def test_moves_that_were_gathered_are_refused_where_a_transaction_cannot_hold_their_offers(
+    product: Product, loads: list[int]
+) -> None:
+    """Whoever gathers them halves them then, down to the one that always fits."""
+    moves = [offers.Move(offer_id=each, status="sold", may_see=anyone) for each in make_large(product, 10)]
+    with pytest.raises(TooLarge):
+        product.do(offers.move, moves)
+    for each in moves:
+        product.do(offers.move, [each])
+    assert product.counters("7")["Sold"] == 10
+    assert max(loads) <= 1
 
 
 # The scheduler -------------------------------------------------------------------------------------------------------
