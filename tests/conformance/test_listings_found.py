@@ -526,6 +526,24 @@ def test_a_step_of_the_scheduler_holds_so_many_bytes_of_offers_at_most(
     assert 0 < max(loaded) <= 4
 
 
+@pytest.mark.spec("LST-12", "CORE-16")
+def test_a_step_of_a_feed_counts_the_offers_that_its_items_meet(product: Product, loads: list[int]) -> None:
+    """Five hundred items that are not valid have no bytes, and meet offers of 100 KB."""
+    large = {"category": "cars", "content": {**CAR, "description": "x" * 900}}
+    invalid = {"category": "none", "content": {}}
+    for task_id, item in ((1, large), (2, invalid)):
+        loads.clear()
+        sent = [msgspec.json.encode({"external_id": f"e{at}", **item}) for at in range(10)]
+        staging.take_lines(product.store, product.listings, "7", task_id, 0, sent)
+        product.do(tasks.end_task, "7", task_id, len(sent))
+        while applying.step(product.store, product.listings, shard_of("7"), unguarded):
+            pass
+        assert stage(product, "7", task_id) == "done"
+    assert product.counters("7") == {"Active": 10}
+    assert sum(loads) == 10
+    assert max(loads) <= 4
+
+
 def test_how_long_the_oldest_offer_is_due_is_that_of_all_shards(product: Product) -> None:
     product.make(car("7"), car("8"))
     product.pass_days(product.listings.settings.expire_days + 1)

@@ -112,8 +112,13 @@ def load_by_id(tx: Transaction, offer_ids: Sequence[str]) -> dict[str, Saved]:
     return {offer_id: saved for (_, offer_id), saved in found.items()}
 
 
-def fitting(tx: Transaction, keys: Sequence[tuple[str, str]], kind: str = OFFER_KIND) -> Sequence[tuple[str, str]]:
-    """So many of the offers, from the first on, as one transaction may hold: decoded they are ten times their size."""
+def fitting(
+    tx: Transaction, keys: Sequence[tuple[str, str]], kind: str = OFFER_KIND, beside: Sequence[int] = ()
+) -> Sequence[tuple[str, str]]:
+    """So many of the offers, from the first on, as one transaction may hold: decoded they are ten times their size.
+
+    `beside` are the bytes that come with each of them.
+    """
     if not keys:
         return keys
     columns: Columns = {"seller_id": [seller for seller, _ in keys], "offer_id": [offer_id for _, offer_id in keys]}
@@ -127,7 +132,7 @@ def fitting(tx: Transaction, keys: Sequence[tuple[str, str]], kind: str = OFFER_
     sizes = {(row.seller_id, row.offer_id): row.size for row in found}
     total = 0
     for at, key in enumerate(keys):
-        total += sizes.get(key, 0)
+        total += sizes.get(key, 0) + (beside[at] if beside else 0)
         if at and total > STEP_BYTES_MAX:
             return keys[:at]
     return keys
