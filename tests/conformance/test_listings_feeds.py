@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -1076,15 +1075,17 @@ NDJSON = {"content-type": "application/x-ndjson"}
 
 
 @pytest.fixture
-def caller(tmp_path: Path) -> Iterator[Caller]:
+def caller(store_url: str) -> Iterator[Caller]:
     made_of = load_settings(
         parts={"listings": PART.settings} if PART.settings else {},
         environ={},
-        options={"store.url": f"sqlite:///{tmp_path / 'keyfold.db'}"},
+        options={"store.url": store_url},
     )
-    made = Caller(Context.open(made_of, [PART]))
+    context = Context.open(made_of, [PART])
+    made = Caller(context)
     yield made
     made.close()
+    context.close()
 
 
 def post(caller: Caller, path: str, *items: Any, **more: Any) -> Answered:
@@ -1120,6 +1121,30 @@ def test_a_feed_over_http_is_sent_resumed_ended_held_approved_and_reported(
     assert (done["feed"]["stage"], done["feed"]["done"]["removed"], done["next_after"]) == ("done", 3, None)
     assert [each["place"] for each in done["problems"]] == ["item 000000001"]
     assert product.live() == {"a", "x", "y"}
+
+
+@pytest.mark.spec("LST-13")
+def test_a_plan_over_http_is_of_one_moment_and_joins_as_a_large_one_should(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product = Feeds(caller.context, None)
+    product.ids(1, "a")
+    product.send(2, item("a"), item("b"))
+    found: list[Any] = []
+
+    def looked_at(tx: Transaction, task: tasks.Task) -> Any:
+        plan = plan_of(tx, task)
+        product.send(2, item("c"), position=2)
+        found.append((plan, plan_of(tx, task), tx.is_sqlite or tx.rows("SHOW enable_nestloop")))
+        return plan
+
+    plan_of = planning.plan_of
+    monkeypatch.setattr(planning, "LARGE", 0)
+    monkeypatch.setattr(planning, "plan_of", looked_at)
+    assert caller("GET", "/v1/feeds/7/2?plan=true").json["plan"]["create"] == 1
+    ((before, after, is_joined),) = found
+    assert before == after
+    assert is_joined in (True, [("off",)])
 
 
 @pytest.mark.spec("LST-12", "LST-18")

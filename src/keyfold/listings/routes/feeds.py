@@ -74,7 +74,9 @@ def feed_routes(context: Context, listings: Listings) -> list[Route]:
 
     def show(ask: Ask) -> Outcome:
         seller_id, task_id = key(ask)
-        return store.read(lambda tx: _shown(tx, listings, seller_id, task_id, with_plan=ask.query.plan))
+        # The counts of a plan must be of one moment, and how it is made is set for its transaction.
+        read = store.snapshot if ask.query.plan else store.read
+        return read(lambda tx: _shown(tx, listings, seller_id, task_id, with_plan=ask.query.plan))
 
     def report(ask: Ask) -> Outcome:
         seller_id, task_id = key(ask)
