@@ -1,6 +1,7 @@
 """Listings as people use them: a seller over HTTP, a support desk by the command line."""
 
 import json
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -12,9 +13,10 @@ import pytest
 
 from keyfold.core.store import Store
 from keyfold.listings.model import offer_id_shown
-from tests.acceptance.served import Served, token_for
+from tests.acceptance.served import KEYFOLD, Served, token_for
 from tests.acceptance.test_http import CAR, publish_car, slug
-from tests.listings import car, opened
+from tests.listings import Product, car, opened
+from tests.stores import made_ready
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -33,6 +35,71 @@ def changed(url: str, sql: str) -> None:
     store = Store.open(url)
     store.transact(lambda tx: tx.driver(sql))
     store.close()
+
+
+# Workers as processes ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["sqlite", "postgresql-18"])
+def worked_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'keyfold.db'}"
+    url = str(request.getfixturevalue("postgres_url"))
+    store = Store.open(url)
+    made_ready(store)
+    store.close()
+    return url
+
+
+def eventually(look: Callable[[], bool], seconds_max: float = 60.0) -> None:
+    ends_at = time.monotonic() + seconds_max
+    while not look():
+        assert time.monotonic() < ends_at, "it did not come about"
+        time.sleep(0.1)
+
+
+@pytest.mark.spec("LST-01", "LST-06", "LST-11", "CORE-11", "CORE-20")
+def test_a_worker_that_is_killed_is_followed_by_the_other_and_everything_is_exported(
+    worked_url: str, tmp_path: Path
+) -> None:
+    environ = {"KEYFOLD_STORE_URL": worked_url, "KEYFOLD_LEASES_LEASE_SECONDS": "2"}
+    with opened(worked_url) as product:
+        workers = [Served([*KEYFOLD, "work", "listings"], tmp_path, environ) for _ in range(2)]
+        try:
+            product.make(*[car(str(seller)) for seller in range(40)])
+            eventually(lambda: both_hold(product, "listings") and both_hold(product, "relay/offers"))
+            workers[0].signal(signal.SIGKILL)
+            made = product.make(*[car(str(seller)) for seller in range(40)])
+            changed(worked_url, "UPDATE offer SET due_at_us = 1 WHERE shown = 'active'")  # put off, or expired
+            product.change(made[0].offer.offer_id, status="sold")
+            wanted = set(stored_versions(product))
+            eventually(lambda: {(key, version) for key, version, _ in exported(product)} >= wanted)
+            positions = [(key, position) for key, _, position in sorted(exported(product))]
+            assert positions == sorted(positions)  # of each offer in the order of its versions
+            eventually(lambda: product.rows("SELECT count(*) FROM offer WHERE due_at_us = 1") == [(0,)])
+            assert workers[1].stop() == 0
+        finally:
+            for worker in workers:
+                worker.stop()
+
+
+def both_hold(product: Product, job: str) -> bool:
+    rows = product.rows("SELECT name, holder FROM leases WHERE expires_at_us > 0")
+    return len({holder for name, holder in rows if name.rpartition("#")[0] == job}) == 2
+
+
+def stored_versions(product: Product) -> list[tuple[str, int]]:
+    """Every version that an offer has had."""
+    rows = product.rows("SELECT offer_id, version FROM offer WHERE kind = 'offer'")
+    return [(offer_id, version) for offer_id, last in rows for version in range(1, last + 1)]
+
+
+def exported(product: Product) -> list[tuple[str, int, int]]:
+    """Of which offer, which version, and where in its partition."""
+    rows = product.rows(
+        "SELECT key, version, position FROM messages WHERE topic = 'offers' AND kind = 'offer' AND position IS NOT NULL"
+    )
+    return [(key, version, position) for key, version, position in rows]
 
 
 # By the command line -------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,8 +12,9 @@ import pytest
 from keyfold.core.clock import ManualClock
 from keyfold.core.errors import BadInput, Conflict, KeyfoldError, NotFound, TooLarge, VersionStale
 from keyfold.core.store import Transaction
+from keyfold.listings import metrics
 from keyfold.listings.categories import ContentRefused
-from keyfold.listings.model import Preset, Price, offer_id_read
+from keyfold.listings.model import SHARDS, Preset, Price, offer_id_read
 from keyfold.listings.service import cabinet, drafting, keeping, offers, presets, repairing, saving, walking
 from keyfold.listings.service.drafting import DraftShown, Filled, Opening, Publishing
 from keyfold.listings.service.keeping import Opinion, PhotoAnswer
@@ -179,6 +181,36 @@ def test_a_draft_that_breaks_its_schema_survives(product: Product) -> None:
     assert product.rows("SELECT count(*) FROM offer_ids") == [(0,)]
     saved = published(product, fill(product, draft, filled()))
     assert saved.offer.schema_version == 2
+
+
+@pytest.mark.spec("LST-03")
+def test_a_flat_is_published_by_the_schema_of_flats(product: Product) -> None:
+    flat = {"deal": "rent", "address": {"city": "Riga"}, "area_m2": 54.5, "rooms": 2}
+    draft = fill(product, open_draft(product, seller_id="7", category="flats"), Filled(category="flats", content=flat))
+    saved = published(product, draft)
+    assert (saved.offer.category, saved.offer.schema_version, saved.offer.content) == ("flats", 1, flat)
+    nowhere = edit(product, saved, Filled(category="flats", content={**flat, "address": {}}))
+    assert isinstance(nowhere, ContentRefused)
+    assert nowhere.place == "content.address"
+    assert isinstance(edit(product, saved, filled()), Saved)  # a car after all
+
+
+@pytest.mark.spec("LST-03")
+def test_categories_are_those_of_the_folder_in_its_newest_versions(store_url: str, tmp_path: Path) -> None:
+    boats = tmp_path / "categories" / "boats"
+    boats.mkdir(parents=True)
+    for version in (2, 10):
+        schema = {"type": "object", "required": ["masts"], "properties": {"masts": {"maximum": version}}}
+        (boats / f"{version}.json").write_bytes(msgspec.json.encode(schema))
+    with opened(store_url, listings__categories=str(boats.parent)) as product:
+        draft = open_draft(product, seller_id="7", category="boats")
+        draft = fill(product, draft, Filled(category="boats", content={"masts": 3}))
+        saved = published(product, draft)
+        assert (saved.offer.category, saved.offer.schema_version) == ("boats", 10)
+        refused = edit(product, saved, Filled(category="boats", content={"masts": 11}))
+        assert isinstance(refused, ContentRefused)
+        assert refused.place == "content.masts"
+        assert isinstance(edit(product, saved, filled()), BadInput)  # there are no cars here
 
 
 @pytest.mark.spec("LST-02")
@@ -547,6 +579,44 @@ def test_the_scrubber_walks_all_sellers_and_repairs(product: Product) -> None:
         while scrubber.step(shard, lambda _: None):
             pass
     must_be_right(product, "3")
+
+
+def scrubbed(product: Product) -> None:
+    scrubber = walking.Scrubber(product.store, product.listings)
+    for shard in range(SHARDS):
+        while scrubber.step(shard, lambda _: None):
+            pass
+
+
+def drift_told() -> dict[str, float]:
+    """What the gauge says to whoever watches it."""
+    samples = [sample for family in metrics.DRIFT.collect() for sample in family.samples]
+    return {sample.labels["what"]: sample.value for sample in samples}
+
+
+@pytest.mark.spec("LST-09", "CORE-17")
+def test_the_scrubber_tells_by_how_much_counts_have_drifted_and_leaves_them_where_it_is_told_to(
+    store_url: str,
+) -> None:
+    clock = ManualClock(1_800_000_000_000_000)
+    with opened(store_url, clock=clock, listings__scrub_repairs=False) as product:
+        product.make(car("3"), car("90"))
+        scrubbed(product)
+        assert drift_told() == {"presets": 0, "counters": 0}
+        plant(product, "UPDATE user_offer_presets_count SET offers = offers + 3 WHERE preset_id = 2")
+        plant(product, "UPDATE user_total_counters SET counter_value = counter_value - 2 WHERE seller_id = '3'")
+        product.pass_days(1.1)
+        scrubbed(product)
+        assert drift_told() == {"presets": 6, "counters": 2}
+        assert [product.counts(seller)[2] for seller in ("3", "90")] == [4, 4]
+    with opened(store_url, clock=clock) as product:
+        product.pass_days(1.1)
+        scrubbed(product)
+        assert drift_told() == {"presets": 6, "counters": 2}  # what was found, and mended
+        must_be_right(product, "3", "90")
+        product.pass_days(1.1)
+        scrubbed(product)
+        assert drift_told() == {"presets": 0, "counters": 0}
 
 
 # Moderation, photos, stages ------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -1076,15 +1075,17 @@ NDJSON = {"content-type": "application/x-ndjson"}
 
 
 @pytest.fixture
-def caller(tmp_path: Path) -> Iterator[Caller]:
+def caller(store_url: str) -> Iterator[Caller]:
     made_of = load_settings(
         parts={"listings": PART.settings} if PART.settings else {},
         environ={},
-        options={"store.url": f"sqlite:///{tmp_path / 'keyfold.db'}"},
+        options={"store.url": store_url},
     )
-    made = Caller(Context.open(made_of, [PART]))
+    context = Context.open(made_of, [PART])
+    made = Caller(context)
     yield made
     made.close()
+    context.close()
 
 
 def post(caller: Caller, path: str, *items: Any, **more: Any) -> Answered:
@@ -1120,6 +1121,93 @@ def test_a_feed_over_http_is_sent_resumed_ended_held_approved_and_reported(
     assert (done["feed"]["stage"], done["feed"]["done"]["removed"], done["next_after"]) == ("done", 3, None)
     assert [each["place"] for each in done["problems"]] == ["item 000000001"]
     assert product.live() == {"a", "x", "y"}
+
+
+def keyed(key: str) -> dict[str, str]:
+    return {"idempotency-key": key}
+
+
+@pytest.mark.spec("CORE-22", "LST-12", "LST-13")
+def test_the_end_and_the_approval_of_a_feed_repeat_their_first_answers(caller: Caller) -> None:
+    product = Feeds(caller.context, None)
+    product.ids(1, *"abcd")
+    product.send(2, item("a"))
+    base = "/v1/feeds/7/2"
+    ended = caller("POST", f"{base}/end", json={"items": 1}, headers=keyed("k1"))
+    assert ended.json["stage"] == "ended"
+    product.run()
+    assert caller("POST", f"{base}/end", json={"items": 1}, headers=keyed("k1")).body == ended.body
+    assert caller("POST", f"{base}/end", json={"items": 2}, headers=keyed("k1")).slug == "idempotency-conflict"
+    approved = caller("POST", f"{base}/approve", headers=keyed("k2"))
+    assert approved.json["stage"] == "applying"
+    product.run()
+    assert caller("POST", f"{base}/approve", headers=keyed("k2")).body == approved.body
+    assert product.live() == {"a"}
+
+
+@pytest.mark.spec("CORE-22", "LST-02")
+def test_drafts_are_opened_and_filled_once_under_a_key(caller: Caller) -> None:
+    opening = {"seller_id": "7", "category": "cars"}
+    first = caller("POST", "/v1/drafts", json=opening, headers=keyed("k1"))
+    path = f"/v1/drafts/{first.json['draft_id']}"
+    filling = {"owner_id": "7", "version": 1, "filled": {"category": "cars", "content": {"make": "Saab"}}}
+    filled = caller("PUT", path, json=filling, headers=keyed("k2"))
+    assert (filled.status, filled.json["version"]) == (200, 2)
+    assert caller("PUT", path, json=filling, headers=keyed("k2")).body == filled.body
+    assert caller("PUT", path, json=filling).slug == "conflict"  # a stale version, without the key
+    assert caller("POST", "/v1/drafts", json=opening, headers=keyed("k1")).body == first.body
+    assert caller("POST", "/v1/drafts", json={"seller_id": "7"}, headers=keyed("k1")).slug == "idempotency-conflict"
+
+
+@pytest.mark.spec("CORE-22", "CORE-03", "LST-02")
+def test_drafts_that_are_opened_and_filled_at_once_share_transactions_and_fail_alone(caller: Caller) -> None:
+    owners = [f"s{number}" for number in range(12)]
+    opened = caller.together(*[caller.call("POST", "/v1/drafts", json={"seller_id": each}) for each in owners])
+    assert [each.json["owner_id"] for each in opened] == owners
+    fillings = [
+        {"owner_id": owner, "version": 1 + (owner == "s3"), "filled": {"category": "cars", "content": {}}}
+        for owner in owners
+    ]
+    answers = caller.together(
+        *[
+            caller.call("PUT", f"/v1/drafts/{draft.json['draft_id']}", json=filling)
+            for draft, filling in zip(opened, fillings, strict=True)
+        ]
+    )
+    assert [each.status for each in answers] == [409 if owner == "s3" else 200 for owner in owners]
+
+
+@pytest.mark.spec("CORE-22", "LST-12")
+def test_where_no_answer_is_kept_a_key_is_refused_and_not_passed_over(caller: Caller) -> None:
+    headers = {**NDJSON, **keyed("k1")}
+    refused = caller("POST", "/v1/feeds/7/1/items", body=lines(item("a"))[0], headers=headers)
+    assert (refused.slug, refused.json["place"]) == ("bad-input", "header idempotency-key")
+    assert caller("GET", "/v1/feeds/7/1").slug == "not-found"
+    assert caller("POST", "/v1/offers", json={"offer_ids": ["0" * 16]}, headers=keyed("k1")).status == 200  # a read
+
+
+@pytest.mark.spec("LST-13")
+def test_a_plan_over_http_is_of_one_moment_and_joins_as_a_large_one_should(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product = Feeds(caller.context, None)
+    product.ids(1, "a")
+    product.send(2, item("a"), item("b"))
+    found: list[Any] = []
+
+    def looked_at(tx: Transaction, task: tasks.Task) -> Any:
+        plan = plan_of(tx, task)
+        product.send(2, item("c"), position=2)
+        found.append((plan, plan_of(tx, task), tx.is_sqlite or tx.rows("SHOW enable_nestloop")))
+        return plan
+
+    plan_of = planning.plan_of
+    monkeypatch.setattr(planning, "LARGE", 0)
+    monkeypatch.setattr(planning, "plan_of", looked_at)
+    assert caller("GET", "/v1/feeds/7/2?plan=true").json["plan"]["create"] == 1
+    ((before, after, is_joined),) = found
+    assert before == after
+    assert is_joined in (True, [("off",)])
 
 
 @pytest.mark.spec("LST-12", "LST-18")

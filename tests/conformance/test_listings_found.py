@@ -12,8 +12,11 @@ import pytest
 
 from keyfold.core.clock import ManualClock
 from keyfold.core.errors import Conflict, NotFound, TooLarge
+from keyfold.core.loops import run_until_idle
 from keyfold.core.store import Transaction
 from keyfold.core.store.shapes import insert
+from keyfold.core.topics.topic import Message, Record
+from keyfold.core.workers import loops as worker_loops
 from keyfold.listings.model import SHARDS, Preset, Price, business_of, shard_of
 from keyfold.listings.service import drafting, keeping, offers, presets, repairing, saving, walking
 from keyfold.listings.service.drafting import DraftShown, Filled, Opening
@@ -24,6 +27,7 @@ from keyfold.listings.service.offers import Edit
 from keyfold.listings.service.saving import Saved
 from keyfold.listings.tables import SELLERS
 from keyfold.listings.worker import Scheduler
+from tests.listing_services import Moderation
 from tests.listings import CAR, DAY_US, Product, car, opened
 
 pytestmark = pytest.mark.timeout(120)
@@ -258,13 +262,97 @@ def test_an_opinion_that_changes_no_ban_reads_no_offer(product: Product, monkeyp
         return load_offers(tx, keys)
 
     monkeypatch.setattr(saving, "load_offers", counted)
-    banned = []
+    banned, reads = [], []
     for version, is_banned in enumerate([False, False, True, True, False, True], 1):
+        read.clear()
         opinion = Opinion(offer_id=saved.offer.offer_id, version=version, is_banned=is_banned)
         product.do(keeping.judge, [opinion])
         banned.append(product.counters("7").get("Banned", 0))
-    assert read == [0, 0, 1, 0, 1, 1]
+        reads.append(sum(read))
+    assert reads == [0, 0, 1, 0, 1, 1]
     assert banned == [0, 0, 1, 1, 0, 1]
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many offers are loaded at once, where four of those below are as much as may be held."""
+    loaded: list[int] = []
+    load_offers = saving.load_offers
+
+    def counted(tx: Transaction, keys: Any) -> Any:
+        loaded.append(len(keys))
+        return load_offers(tx, keys)
+
+    monkeypatch.setattr(saving, "STEP_BYTES_MAX", 5_200)
+    monkeypatch.setattr(saving, "ALWAYS_FIT", 1)
+    monkeypatch.setattr(saving, "load_offers", counted)
+    return loaded
+
+
+def make_large(product: Product, count: int, **more: Any) -> list[str]:
+    made = product.make(*[car(content={**CAR, "description": "x" * 900}, **more) for _ in range(count)])
+    return [saved.offer.offer_id for saved in made]
+
+
+@pytest.mark.spec("LST-15", "CORE-16")
+def test_opinions_that_ban_very_many_offers_hold_some_of_them_at_a_time(product: Product, loads: list[int]) -> None:
+    """A thousand bans of offers of 15 KB took 200 MB."""
+    opinions = [Opinion(offer_id=each, version=1, is_banned=True) for each in make_large(product, 10)]
+    judged = product.do(keeping.judge, opinions)
+    assert [(each.offer_id, each.result) for each in judged] == [(each.offer_id, "applied") for each in opinions]
+    assert product.counters("7") == {"Banned": 10}
+    assert sum(loads) == 10
+    assert max(loads) <= 4
+
+
+@pytest.mark.spec("LST-15", "CORE-08", "CORE-16")
+def test_bans_from_the_topic_are_halved_until_a_transaction_holds_few_enough(
+    product: Product, loads: list[int]
+) -> None:
+    moderation = Moderation(product.context, product.listings.settings.opinions_topic)
+    for each in make_large(product, 10):
+        moderation.say(each, is_banned=True)
+    run_until_idle(worker_loops(product.context))
+    assert product.counters("7") == {"Banned": 10}
+    assert sum(loads) == 10
+    assert max(loads) <= 4
+    assert product.rows("SELECT count(*) FROM dead_letters") == [(0,)]
+
+
+@pytest.mark.spec("LST-14", "CORE-16")
+def test_answers_for_very_many_photos_hold_some_offers_at_a_time(product: Product, loads: list[int]) -> None:
+    url = "https://photos.example.com/1.jpg"
+    answers = [
+        keeping.PhotoAnswer(offer_id=each, url=url, error="broken")
+        for each in make_large(product, 100, photos=(url,), external_id="A")
+    ]
+    with pytest.raises(TooLarge):
+        product.do(keeping.add_photos, answers)
+    records = [Record(0, at, message_of(each)) for at, each in enumerate(answers[:10])]
+    product.store.transact(lambda tx: keeping.take_answers(product.listings)(tx, records))
+    assert sum(loads) == 10
+    assert max(loads) <= 4
+    bodies = product.rows("SELECT body FROM offer WHERE kind = 'photos'")
+    assert sum("broken" in body for (body,) in bodies) == 10
+
+
+def message_of(answer: keeping.PhotoAnswer) -> Message:
+    payload = msgspec.json.encode(answer)
+    return Message(key=answer.offer_id, version=1, event_time_us=1, schema="photo-answer/1", payload=payload)
+
+
+@pytest.mark.spec("LST-06", "CORE-03", "CORE-16")
+def test_moves_that_were_gathered_are_refused_where_a_transaction_cannot_hold_their_offers(
+    product: Product, loads: list[int]
+) -> None:
+    """Whoever gathers them halves them then, down to the one that always fits."""
+    moves = [offers.Move(offer_id=each, status="sold", may_see=anyone) for each in make_large(product, 10)]
+    with pytest.raises(TooLarge):
+        product.do(offers.move, moves)
+    for each in moves:
+        product.do(offers.move, [each])
+    assert product.counters("7")["Sold"] == 10
+    assert max(loads) <= 1
 
 
 # The scheduler -------------------------------------------------------------------------------------------------------
@@ -337,6 +425,50 @@ def test_the_scheduler_sweeps_in_bounded_steps(
     assert len(swept) == 100
 
 
+@pytest.mark.spec("CORE-11", "LST-12", "LST-13")
+def test_a_plan_that_takes_longer_than_a_lease_is_made_once_however_many_schedulers_wait(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They took the shard from each other in the middle of every plan: 24 plans in 25 seconds, none of them used."""
+    plans: list[str] = []
+    plan_of = planning.plan_of
+
+    def slow(tx: Transaction, task: tasks.Task) -> Any:
+        plans.append(task.seller_id)
+        product.store.transact(make_due)  # guarded work, which refuses an older ticket from then on
+        time.sleep(1.6)
+        return plan_of(tx, task)
+
+    monkeypatch.setattr(planning, "plan_of", slow)
+    with opened(store_url, leases__lease_seconds=1) as product:
+        schedulers = [Scheduler(product.context, product.listings, f"worker-{number}") for number in range(2)]
+        feed(product, "7")
+        product.make(car(seller_in_shard(shard_of("7"))))
+        ended = threading.Event()
+        threads = [threading.Thread(target=keep_stepping, args=(each, ended)) for each in schedulers]
+        for thread in threads:
+            thread.start()
+        ends_at = time.monotonic() + 20
+        while stage(product, "7") != "done" and time.monotonic() < ends_at:
+            time.sleep(0.05)
+        ended.set()
+        for thread in threads:
+            thread.join()
+        assert stage(product, "7") == "done"
+        assert len(plans) <= 2  # the second where the shard had only just changed hands
+
+
+def make_due(tx: Transaction) -> None:
+    tx.driver("UPDATE offer SET due_at_us = 1")
+
+
+def keep_stepping(scheduler: Scheduler, ended: threading.Event) -> None:
+    while not ended.is_set():
+        scheduler.step()
+        ended.wait(0.02)
+    scheduler.stop()
+
+
 def test_a_seller_whose_counts_cannot_be_compared_does_not_stop_the_round(
     product: Product, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,6 +524,24 @@ def test_a_step_of_the_scheduler_holds_so_many_bytes_of_offers_at_most(
     run(2)
     assert product.counters("7") == {}
     assert 0 < max(loaded) <= 4
+
+
+@pytest.mark.spec("LST-12", "CORE-16")
+def test_a_step_of_a_feed_counts_the_offers_that_its_items_meet(product: Product, loads: list[int]) -> None:
+    """Five hundred items that are not valid have no bytes, and meet offers of 100 KB."""
+    large = {"category": "cars", "content": {**CAR, "description": "x" * 900}}
+    invalid = {"category": "none", "content": {}}
+    for task_id, item in ((1, large), (2, invalid)):
+        loads.clear()
+        sent = [msgspec.json.encode({"external_id": f"e{at}", **item}) for at in range(10)]
+        staging.take_lines(product.store, product.listings, "7", task_id, 0, sent)
+        product.do(tasks.end_task, "7", task_id, len(sent))
+        while applying.step(product.store, product.listings, shard_of("7"), unguarded):
+            pass
+        assert stage(product, "7", task_id) == "done"
+    assert product.counters("7") == {"Active": 10}
+    assert sum(loads) == 10
+    assert max(loads) <= 4
 
 
 def test_how_long_the_oldest_offer_is_due_is_that_of_all_shards(product: Product) -> None:

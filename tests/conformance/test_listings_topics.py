@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from keyfold.core.clock import ManualClock
@@ -12,10 +13,11 @@ from keyfold.core.loops import run_until_idle
 from keyfold.core.workers import loops
 from keyfold.listings.model import Offer, business_of
 from keyfold.listings.service import saving
+from keyfold.listings.service.feeds import reporting, staging, tasks
 from keyfold.listings.worker import Scheduler
 from keyfold.numbering.part import PART as NUMBERING
 from tests.listing_services import Moderation, PhotoService
-from tests.listings import Product, car, kinds, opened
+from tests.listings import CAR, Product, car, kinds, opened
 
 URLS = ("https://photos.example.com/1.jpg", "https://photos.example.com/broken.jpg")
 
@@ -78,6 +80,25 @@ def test_photos_and_opinions_go_through_topics(product: Product) -> None:
         versions = [version for _, _, version, _ in kinds(told, kind)]
         assert versions == sorted(set(versions))
         assert versions
+
+
+@pytest.mark.parametrize("store_url", ["sqlite", "postgresql-18"], indirect=True)
+@pytest.mark.spec("LST-12", "LST-14")
+def test_a_photo_that_cannot_be_had_is_told_in_the_report_of_its_feed(store_url: str) -> None:
+    """From the item of a feed to the photo service and back, by topics alone."""
+    item = {"external_id": "A1", "category": "cars", "content": CAR, "photos": URLS}
+    with opened(store_url) as product:
+        settings = product.listings.settings
+        photos = PhotoService(product.context, settings.photo_requests_topic, settings.photo_answers_topic, look)
+        staging.take_lines(product.store, product.listings, "7", 1, 0, [msgspec.json.encode(item)])
+        product.do(tasks.end_task, "7", 1, 1)
+        run_until_idle([*loops(product.context), photos.worker.loop()])
+        assert photos.asked == list(URLS)
+        report = product.store.read(lambda tx: reporting.report(tx, product.listings, "7", 1))
+        assert report.feed.stage == "done"
+        told = [(each.external_id, each.reason) for each in report.problems]
+        assert told == [("A1", f"the photo {URLS[1]}: not an image")]
+        assert product.counters("7") == {"Active": 1}  # it is active all the same
 
 
 @pytest.mark.spec("LST-06", "LST-11")

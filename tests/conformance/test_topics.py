@@ -1,5 +1,6 @@
 """What a topic must do, whether it lives in the store or in Kafka: outbox → relay → topic → consumer."""
 
+import contextlib
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from keyfold.core import deadletters, outbox
 from keyfold.core.clock import SECOND_US, ManualClock
 from keyfold.core.consumer import Consumer, ConsumerWorker
 from keyfold.core.context import Context
-from keyfold.core.errors import BadInput, OffsetGone, PartitionStopped, TopicChanged
+from keyfold.core.errors import BadInput, OffsetGone, PartitionStopped, StoreBusy, TopicChanged
 from keyfold.core.janitor import Janitor
 from keyfold.core.relay import Relay
 from keyfold.core.store import Transaction, shapes
@@ -210,6 +211,25 @@ def test_where_order_does_not_matter_nothing_waits(trial: Trial) -> None:
     consume_all(consumer_worker(trial.context, trial.topic, count_into_tallies, ordered=False))
     assert tallies(trial.context) == {"b": 2}
     assert [letter.state for letter in trial.context.store.read(deadletters.listed)] == ["dead"]
+
+
+@pytest.mark.spec("CORE-04", "CORE-08")
+def test_a_batch_that_loses_every_race_is_tried_with_fewer_messages_and_then_with_more_again(trial: Trial) -> None:
+    sizes: list[int] = []
+
+    def contended(tx: Transaction, records: Sequence[Record]) -> None:
+        if len(records) > 5 and len(sizes) < 2:
+            raise StoreBusy("every race was lost")
+        sizes.append(len(records))
+        count_into_tallies(tx, records)
+
+    trial.publish(*(message("a", version) for version in range(1, 41)))
+    worker = consumer_worker(trial.context, trial.topic, contended)
+    for _ in range(60):
+        with contextlib.suppress(StoreBusy):
+            worker.step()
+    assert tallies(trial.context) == {"a": 40}
+    assert sizes == [4, 4, 8, 16, 8]
 
 
 @pytest.mark.spec("CORE-09")

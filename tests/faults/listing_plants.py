@@ -138,13 +138,15 @@ def _(plot: Plot) -> None:
 def _(plot: Plot) -> None:
     judge = keeping.judge
 
-    def judge_by_arrival(tx: Transaction, listings: Listings, opinions: Sequence[Opinion], *given: Any) -> Any:
+    def judge_by_arrival(
+        tx: Transaction, listings: Listings, opinions: Sequence[Opinion], *given: Any, **how: Any
+    ) -> Any:
         for offer_id in {each.offer_id for each in opinions}:
             tx.driver(
                 "UPDATE offer SET body = json_set(body, '$.version', 0) WHERE kind = 'moderation' AND offer_id = ?",
                 (offer_id,),
             )
-        return judge(tx, listings, opinions, *given)
+        return judge(tx, listings, opinions, *given, **how)
 
     plot.name(keeping, "judge", judge_by_arrival)
 

@@ -457,8 +457,8 @@ class ListingSimulation(LogStage[Opinion]):
         time = SimpleNamespace(monotonic=lambda: self._monotonic_us / SECOND_US)
         names = itertools.count()
 
-        def watch_judge(tx: Transaction, listings: Listings, opinions: Sequence[Opinion]) -> list[Judged]:
-            said = judge(tx, listings, opinions)
+        def watch_judge(tx: Transaction, listings: Listings, opinions: Sequence[Opinion], **how: bool) -> list[Judged]:
+            said = judge(tx, listings, opinions, **how)
             results = [(opinion, each.result) for opinion, each in zip(opinions, said, strict=True)]
             self._said.append((tx, results))
             return said

@@ -21,7 +21,7 @@ from keyfold.core.relay import Relay
 from keyfold.core.settings import Settings
 from keyfold.core.store import Transaction
 from tests.faults.book import Book
-from tests.faults.stage import Actor, OutsideTopic, SimulatedTopics, Stage, patched
+from tests.faults.stage import Actor, OutsideTopic, SimulatedTopics, Stage, patched, step_by_clock
 
 DAY = 86_400
 BATCH_MAX = 3
@@ -197,7 +197,7 @@ class LogStage(Stage, Generic[Item]):
             self.pause("between two steps")
 
     def _tame(self, loop: ConsumerWorker | Relay) -> None:
-        loop._shards._monotonic = lambda: self._monotonic_us / SECOND_US
+        step_by_clock(loop._shards, lambda: self._monotonic_us / SECOND_US)
 
     def _is_at_work(self, actor: Actor) -> bool:
         return actor.where in (f"before {self._consumer.name}", f"after reading {self.log_topic}")

@@ -32,7 +32,16 @@ from keyfold.segments.settings import SegmentsSettings
 from tests.faults.scenario import PARTITIONS
 from tests.faults.segment_ledger import Book, Found, compare_log
 from tests.faults.segment_scenario import NAMES, TOPIC, USERS, settings
-from tests.faults.stage import Actor, Killed, OutsideTopic, SimulatedTopics, Stage, SteppedHolding, patched
+from tests.faults.stage import (
+    Actor,
+    Killed,
+    OutsideTopic,
+    SimulatedTopics,
+    Stage,
+    SteppedHolding,
+    patched,
+    step_by_clock,
+)
 
 BATCH_MAX = 4
 UPLOADS_MAX = 20
@@ -276,7 +285,7 @@ class SegmentSimulation(Stage):
         return context
 
     def _tame(self, loop: Relay) -> None:
-        loop._shards._monotonic = lambda: self._clock.now_us() / SECOND_US
+        step_by_clock(loop._shards, lambda: self._clock.now_us() / SECOND_US)
 
     # What is looked at ------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from keyfold.tally.service import CHANGES, EVENTS
 from tests.faults import ledger
 from tests.faults.ledger import CONSUMER, Entry, Ledger, Place
 from tests.faults.scenario import LEASE_SECONDS, PARTITIONS, Worker, settings
-from tests.faults.stage import OutsideTopic, SimulatedTopics, Stage, patched
+from tests.faults.stage import OutsideTopic, SimulatedTopics, Stage, patched, step_by_clock
 
 BATCH_MAX = 3  # of relay and consumer, so that partitions take several steps
 
@@ -219,7 +219,7 @@ class Simulation(Stage):
 
     def _tame(self, worker: Worker) -> None:
         for loop in (worker.events, worker.tally, worker.changes):
-            loop._shards._monotonic = lambda: self._clock.now_us() / SECOND_US
+            step_by_clock(loop._shards, lambda: self._clock.now_us() / SECOND_US)
 
     # What is looked at ------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from keyfold.core.clock import SECOND_US, ManualClock
 from keyfold.core.errors import LeaseLost
 from keyfold.core.leases.holding import Holding
 from keyfold.core.settings import Settings
+from keyfold.core.shards import Shards
 from keyfold.core.store import Store, Transaction
 from keyfold.core.topics.registry import Topics
 from keyfold.core.topics.topic import Bounds, Message, Pending, Record, Sink, Source
@@ -292,6 +293,12 @@ class Stage(ABC):
         if actor.greenlet:  # begun, and not at its end
             with contextlib.suppress(Killed):
                 actor.greenlet.throw(Killed)
+
+
+def step_by_clock(shards: Shards, monotonic: Callable[[], float]) -> None:
+    """Without a thread: who stands still here is a process that stands still, and renews nothing meanwhile."""
+    shards._monotonic = monotonic
+    shards._heartbeat.begin = lambda: None  # type: ignore[method-assign]
 
 
 class SteppedHolding(Holding):

@@ -17,6 +17,7 @@ from tests.faults.lostcommit import LOST_CUTS, ONE_TRY, adding, asking, through
 from tests.faults.matrix import Hit
 from tests.faults.pgproxy import Cut, Plan
 from tests.faults.scenario import LEASE_SECONDS, Worker
+from tests.faults.stage import step_by_clock
 from tests.servers.postgres import PostgresServer
 
 pytestmark = [pytest.mark.spec("CORE-02", "CORE-22"), pytest.mark.timeout(TIMEOUT_SECONDS)]
@@ -90,7 +91,7 @@ def test_relay_and_consumer_lose_and_double_nothing_when_commits_get_lost(
     with through(postgres_server, postgres_url, plan, clock=clock) as product:
         worker = Worker(product.context, "w1")
         for loop in (worker.events, worker.tally, worker.changes):
-            loop._shards._monotonic = lambda: clock.now_us() / SECOND_US
+            step_by_clock(loop._shards, lambda: clock.now_us() / SECOND_US)
         steps = (("ground", worker.events.step), ("tally", worker.tally.step), ("ground", worker.changes.step))
         struck: Counter[tuple[str, str]] = Counter()
         sent: dict[str, list[bytes]] = defaultdict(list)

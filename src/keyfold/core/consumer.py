@@ -15,7 +15,7 @@ from msgspec import Struct
 from keyfold.core import deadletters, metrics, progress
 from keyfold.core.context import Context
 from keyfold.core.deadletters import Apply
-from keyfold.core.errors import LeaseLost, PartitionStopped, Unavailable
+from keyfold.core.errors import LeaseLost, PartitionStopped, StoreBusy, Unavailable
 from keyfold.core.leases.lease import Lease
 from keyfold.core.loops import Loop
 from keyfold.core.shards import Shards
@@ -69,6 +69,7 @@ class ConsumerWorker:
             context.settings.leases.lease_seconds,
         )
         self._positions: dict[int, tuple[int, int]] = {}  # partition -> ticket, next position
+        self._batches_max: dict[int, int] = {}  # partition -> messages, where fewer than allowed are taken for now
         self._wake = context.topics.listen(f"published/{consumer.topic}")
         # A broker does not ring: what others publish is found by looking.
         self._idle_seconds_max = 1.0 if context.topics.embedded else 0.2
@@ -85,7 +86,10 @@ class ConsumerWorker:
 
     def step(self) -> bool:
         """Apply one batch of every partition held; whether there may be more. A failing partition stops no other."""
-        self._shards.tick()
+        with self._shards.at_work():
+            return self._consume_held()
+
+    def _consume_held(self) -> bool:
         more = False
         failure: Exception | None = None
         for partition, lease in self._shards.held.items():
@@ -95,6 +99,8 @@ class ConsumerWorker:
                 log.warning("partition lost", consumer=self._consumer.name, partition=partition, error=str(error))
                 self._positions.pop(partition, None)
             except Exception as error:
+                if isinstance(error, StoreBusy):
+                    self._take_fewer(partition)
                 self._positions.pop(partition, None)
                 failure = error
         if failure is not None:
@@ -115,12 +121,24 @@ class ConsumerWorker:
                 name="consumer adopt",
             )
             self._positions[partition] = (lease.ticket, position)
-        records = self._source.fetch(partition, position, self._limits.consumer_batch_max, 0.0)
+        count_max = self._batches_max.get(partition, self._limits.consumer_batch_max)
+        records = self._source.fetch(partition, position, count_max, 0.0)
         if records:
             self._apply(partition, lease.ticket, position, records)
+            self._take_more(partition)
         elif self._was_set_back(partition, position):
             self._positions.pop(partition)
         return len(records)
+
+    def _take_fewer(self, partition: int) -> None:
+        """A batch that lost every race, or took too long, would do so again: half of it is done sooner."""
+        count_max = self._batches_max.get(partition, self._limits.consumer_batch_max)
+        self._batches_max[partition] = max(1, count_max // 2)
+
+    def _take_more(self, partition: int) -> None:
+        count_max = 2 * self._batches_max.pop(partition, self._limits.consumer_batch_max)
+        if count_max < self._limits.consumer_batch_max:
+            self._batches_max[partition] = count_max
 
     def _was_set_back(self, partition: int, position: int) -> bool:
         """Where messages arrive, a replay shows at the guard row; where none do, only a look at it shows it."""

@@ -1,4 +1,4 @@
-"""What JSON from outside must not be: too deep, ambiguous, or with characters that a store cannot hold."""
+"""What JSON from outside must not be: too deep, ambiguous, or with characters and numbers that nobody can hold."""
 
 import json
 import re
@@ -10,6 +10,8 @@ from keyfold.core.errors import BadInput, TooDeep
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _HALF = re.compile(rb"\\u[dD](?:[89abAB]\w\w(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]\w\w\\u[dD])[c-fC-F])")
+_MANY_DIGITS = re.compile(rb"\d{19}")
+_LONG_INTEGER = re.compile(rb"(?<![\d.eE+-])-?\d{19,}(?![\d.eE])")
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _decode_any = msgspec.json.Decoder().decode
@@ -26,6 +28,20 @@ def must_hold_whole_characters(body: bytes) -> None:
     """The decoder calls half a surrogate pair a truncated body, which would send the caller looking elsewhere."""
     if found := _HALF.search(body):
         raise BadInput("a \\u escape is half of a surrogate pair", place=f"byte {found.start()}")
+
+
+def must_hold_64_bits(body: bytes) -> None:
+    """An integer that is longer is another number to many who read it, and refused by some stores.
+
+    Signed or not: of both kinds there are ids. Most bodies have no number of so many digits, and are not looked at.
+    """
+    if _MANY_DIGITS.search(body) is None:
+        return
+    numbers = _STRING.sub(lambda text: b" " * len(text[0]), body)
+    for found in _LONG_INTEGER.finditer(numbers):
+        # Very long ones are not made numbers: that takes time by the square of their length.
+        if len(found[0]) > 20 or not -(2**63) <= int(found[0]) < 2**64:
+            raise BadInput("an integer has more than 64 bits", place=f"byte {found.start()}", hint="Send it as text")
 
 
 def must_not_repeat_names(body: bytes) -> None:

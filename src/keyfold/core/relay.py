@@ -57,7 +57,10 @@ class Relay:
 
     def step(self) -> bool:
         """Publish one batch of every partition held; whether there may be more."""
-        self._shards.tick()
+        with self._shards.at_work():
+            return self._publish_held()
+
+    def _publish_held(self) -> bool:
         held = sorted(self._shards.held.items())
         # What Kafka has acknowledged is marked at once, so a run that stalls delays no mark of another.
         together = TOGETHER if self._sink is None else 1

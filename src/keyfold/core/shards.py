@@ -8,18 +8,23 @@ whoever holds too little takes its own slice of what is free.
 A lease counts here for `lease_seconds` from *before* it was asked for, by the local monotonic clock, so a worker stops
 believing in it before anybody else can have it, whether or not the lease service answers. A worker that slept past
 that moment inside a transaction is stopped by its ticket at the guard row (keyfold.core.progress), not here.
+
+A piece of work may outlast a lease: what is held is renewed in the background while it goes on (`at_work`). Otherwise
+two workers would take a long piece from each other, each before the other has done it, and it would never be done.
 """
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import structlog
 from msgspec import Struct
 
 from keyfold.core import metrics
 from keyfold.core.errors import Unavailable
+from keyfold.core.heartbeat import Heartbeat
 from keyfold.core.leases.lease import Lease, Leases
 
 log = structlog.get_logger(__name__)
@@ -27,6 +32,11 @@ log = structlog.get_logger(__name__)
 # Three chances to renew within a lease; more while shards change hands or the service does not answer.
 TICKS_PER_LEASE = 3
 HURRIED_TICKS_PER_LEASE = 10
+# Twice as often as there is something to renew, so that a renewal is late by a sixth of the lease at most.
+BEATS_PER_LEASE = 2 * TICKS_PER_LEASE
+# Whoever has not ticked for so long hangs, and loses its shards although its process lives. Ten times what a
+# transaction may take by default.
+WORK_SECONDS_MAX = 600.0
 
 
 class _Kept(Struct, frozen=True):
@@ -58,7 +68,10 @@ class Shards:
         self._kept: Mapping[int, _Kept] = {}
         self._turn = threading.Lock()
         self._next_at = float("-inf")
+        self._renewed_at = float("-inf")
+        self._ticked_at = float("-inf")
         self._reachable = True
+        self._heartbeat = Heartbeat(self._beat, lease_seconds / BEATS_PER_LEASE, f"leases of {job}")
 
     @property
     def held(self) -> dict[int, Lease]:
@@ -73,20 +86,35 @@ class Shards:
         while another thread is at it. A lease service that does not answer is no error here: what is held stays held
         until it expires.
         """
+        self._ticked_at = self._monotonic()
         if not self._turn.acquire(blocking=False):
             return self.held
         try:
             now = self._monotonic()
             if force or now >= self._next_at:
-                settled = self._share_if_reachable()
+                settled = self._if_reachable(self._share)
                 self._next_at = now + self._lease_seconds / (TICKS_PER_LEASE if settled else HURRIED_TICKS_PER_LEASE)
             return self.held
         finally:
             metrics.SHARDS_HELD.labels(self.job).set(len(self.held))
             self._turn.release()
 
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Tick, and renew what is held in the background until this is left, however long the work takes.
+
+        The others get no share of it before the next tick. The ticket alone decides what commits, as ever.
+        """
+        self.tick()
+        self._heartbeat.begin()
+        try:
+            yield
+        finally:
+            self._heartbeat.end()
+
     def release_all(self) -> None:
         """Hand everything back and leave the job, so that the others need not wait for leases to expire."""
+        self._heartbeat.stop()
         with self._turn:
             leases = [kept.lease for kept in self._kept.values()]
             self._kept = {}
@@ -97,9 +125,21 @@ class Shards:
             finally:
                 self._leases.leave(self.job, self.worker)
 
-    def _share_if_reachable(self) -> bool:
+    def _beat(self) -> None:
+        """Renew where no tick has done so for its share of the lease; a tick that goes on does it itself."""
+        if not self._turn.acquire(blocking=False):
+            return
         try:
-            settled = self._share()
+            now = self._monotonic()
+            is_due = now >= self._renewed_at + self._lease_seconds / TICKS_PER_LEASE
+            if self._kept and is_due and now < self._ticked_at + WORK_SECONDS_MAX:
+                self._if_reachable(self._stay)
+        finally:
+            self._turn.release()
+
+    def _if_reachable(self, act: Callable[[], bool]) -> bool:
+        try:
+            settled = act()
         except Unavailable as error:
             if self._reachable:
                 log.warning("leases cannot be renewed", job=self.job, worker=self.worker, error=str(error))
@@ -109,6 +149,12 @@ class Shards:
             log.info("leases are renewed again", job=self.job, worker=self.worker)
         self._reachable = True
         return settled
+
+    def _stay(self) -> bool:
+        """Only what keeps things as they are: nothing changes hands in the middle of a piece of work."""
+        self._renew()
+        self._leases.join(self.job, self.worker, self._lease_seconds)
+        return True
 
     def _share(self) -> bool:
         """Whether there was nothing to change: we held our share, and living workers held all the rest."""
@@ -131,9 +177,11 @@ class Shards:
         """Those that expired here are asked for too: under an unchanged ticket nobody had them in between."""
         if not self._kept:
             return
-        valid_until = self._monotonic() + self._lease_seconds
+        asked_at = self._monotonic()
+        valid_until = asked_at + self._lease_seconds
         renewed = self._leases.renew([kept.lease for kept in self._kept.values()], self._lease_seconds)
         self._kept = {self._shards[lease.name]: _Kept(lease, valid_until) for lease in renewed}
+        self._renewed_at = asked_at
 
     def _hand_back(self, shards: Collection[int]) -> None:
         leases = [self._kept[shard].lease for shard in shards]

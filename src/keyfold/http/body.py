@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from keyfold.core.errors import BadInput, TooLarge, WrongMediaType
 from keyfold.core.jsontext import (
+    must_hold_64_bits,
     must_hold_no_nul,
     must_hold_whole_characters,
     must_not_be_deeper,
@@ -36,7 +37,8 @@ class Decoder:
 
     def __init__(self, kind: type[Struct], limits: Limits) -> None:
         self._decode = msgspec.json.Decoder(kind).decode
-        # A closed type is as deep as its declaration; only where it takes any JSON does depth depend on the caller.
+        # A closed type is as deep as its declaration, and its numbers have bounds; only where it takes any JSON do
+        # these depend on the caller.
         self._depth_max = limits.depth_max if is_open(kind) else None
 
     def __call__(self, body: bytes) -> Struct:
@@ -47,6 +49,7 @@ class Decoder:
             raise refused_input(error, "the body") from None
         if self._depth_max is not None:
             must_not_be_deeper(body, self._depth_max)
+            must_hold_64_bits(body)
         must_hold_no_nul(body)
         must_not_repeat_names(body)
         return decoded

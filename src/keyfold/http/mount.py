@@ -62,12 +62,16 @@ class Mounted:
         self._gatherer = guards.gatherer
         self._bytes_max = guards.limits.body_bytes_max
         self._decode = bodies.Decoder(route.body, guards.limits) if route.body is not None else None
+        self._takes_key = route.idempotent
+        self._is_write = is_write(route)
         self._floats = float_names(route.query) if route.query is not None else []
 
     async def answer(self, call: Call, params: Mapping[str, str]) -> Answer:
         route = self.route
         client = await self._guards.admit(call)
         client.must_have(route.scope)
+        if not self._takes_key and self._is_write:
+            must_have_no_key(call)
         raw, body = b"", None
         if route.lines is not None:
             return await self._streamed(call, client, params)
@@ -76,7 +80,7 @@ class Mounted:
         else:
             raw = await bodies.read(call, self._bytes_max)
             body = self._decode(raw)
-        key = idempotency_key(call) if route.idempotent else None
+        key = idempotency_key(call) if self._takes_key else None
         ask = Ask(
             client=client,
             body=body,
@@ -185,6 +189,22 @@ def version_expected(call: Call) -> int:
     if version >= 2**63:
         raise BadInput('If-Match must be one ETag of ours, such as "7"', place="header if-match")
     return version
+
+
+def is_write(route: Route) -> bool:
+    if isinstance(route.run, Operation):
+        return route.run.writes
+    return route.method != "GET" and route.scope != "read"
+
+
+def must_have_no_key(call: Call) -> None:
+    """Who sends a key relies on it: where no answer is kept for a repeat, that must not be passed over in silence."""
+    if b"idempotency-key" in call.headers:
+        raise BadInput(
+            "this call keeps no answer for an Idempotency-Key",
+            place="header idempotency-key",
+            hint="Send it without one; its description says what a repeat does",
+        )
 
 
 def idempotency_key(call: Call) -> str | None:

@@ -50,7 +50,8 @@ Every error is a problem (RFC 9457): programs read its `type`, which never chang
 the fault lies.
 
 A write takes an `Idempotency-Key`: when an answer was lost, the same request with the same key gets the first answer
-again. An edit takes `If-Match` with the ETag of what was read; 412 means that somebody was faster."""
+again. A write that does not list the header keeps no answers and refuses a key. An edit takes `If-Match` with the ETag
+of what was read; 412 means that somebody was faster."""
 
 ALWAYS = (
     BadInput,

@@ -13,6 +13,7 @@ from keyfold.core import progress
 from keyfold.core.consumer import Consumer
 from keyfold.core.context import Context
 from keyfold.core.errors import LeaseLost
+from keyfold.core.leases.lease import Lease
 from keyfold.core.loops import Loop
 from keyfold.core.shards import Shards
 from keyfold.core.store import Transaction
@@ -87,29 +88,39 @@ class Scheduler:
 
     def step(self) -> bool:
         """One piece of each kind of work in every shard held; what fails stops nothing else."""
-        self._shards.tick()
         more = False
         failure: Exception | None = None
-        for shard_id, lease in self._shards.held.items():
-            try:
-                guard = partial(_must_hold, shard_id, lease.ticket)
-                for work in self._work:
-                    try:
-                        more |= work(shard_id, guard)
-                    except LeaseLost:
-                        raise
-                    except Exception as error:
-                        failure = error
-            except LeaseLost as error:
-                log.warning("shard lost", job=JOB, shard=shard_id, error=str(error))
-            except Exception as error:
-                failure = error
+        with self._shards.at_work():
+            for shard_id in list(self._shards.held):
+                lease = self._shards.tick().get(shard_id)
+                if lease is None:
+                    continue  # handed back, or lost, while the shards before it had their turn
+                try:
+                    more |= self._work_on(shard_id, lease)
+                except Exception as error:
+                    failure = error
         if self._is_sweeping or time.monotonic() >= self._measure_at:
             self._is_sweeping = self._sweep()
             more |= self._is_sweeping
         if time.monotonic() >= self._measure_at:
             self._measure_at = time.monotonic() + MEASURE_SECONDS
             self._measure()
+        if failure is not None:
+            raise failure
+        return more
+
+    def _work_on(self, shard_id: int, lease: Lease) -> bool:
+        guard = partial(_must_hold, shard_id, lease.ticket)
+        more = False
+        failure: Exception | None = None
+        for work in self._work:
+            try:
+                more |= work(shard_id, guard)
+            except LeaseLost as error:
+                log.warning("shard lost", job=JOB, shard=shard_id, error=str(error))
+                break
+            except Exception as error:
+                failure = error
         if failure is not None:
             raise failure
         return more

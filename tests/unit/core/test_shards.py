@@ -1,6 +1,7 @@
 """Claims about sharing shards: even, exclusive, still when nothing changes, and moving only what must move."""
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyfold.core import metrics
+from keyfold.core import metrics, shards
 from keyfold.core.clock import SECOND_US, ManualClock
 from keyfold.core.errors import LeasesUnreachable, StoreUnreachable
 from keyfold.core.leases.lease import Lease, Leases
@@ -275,6 +276,64 @@ def test_a_paused_worker_that_wakes_up_believes_in_no_lease_that_passed_on(crew:
     crew.settle(awake, paused)
     assert all_held_once(awake, paused)
     assert sizes(awake, paused) == [6, 6]
+
+
+# Work that takes longer than a lease ---------------------------------------------------------------------------------
+
+SHORT_LEASE_SECONDS = 1.0
+
+
+def by_real_time(store: Store, name: str) -> Shards:
+    return Shards(SqlLeases(store), "job", 4, name, SHORT_LEASE_SECONDS)
+
+
+def looks_on(worker: Shards, seconds: float) -> None:
+    """Another worker's life, for some time."""
+    ends_at = time.monotonic() + seconds
+    while time.monotonic() < ends_at:
+        worker.tick()
+        time.sleep(0.02)
+
+
+def test_work_that_outlasts_its_lease_keeps_its_shards_and_hands_over_when_it_is_done(sqlite_store: Store) -> None:
+    busy, idle = by_real_time(sqlite_store, "a"), by_real_time(sqlite_store, "b")
+    with busy.at_work():
+        before = busy.held
+        looks_on(idle, 2 * SHORT_LEASE_SECONDS)
+        assert idle.held == {}
+        assert {shard: lease.ticket for shard, lease in busy.held.items()} == {
+            shard: lease.ticket for shard, lease in before.items()
+        }
+        assert len(before) == 4
+    busy.tick(force=True)
+    idle.tick(force=True)
+    assert sizes(busy, idle) == [2, 2]
+    busy.release_all()
+
+
+def test_whoever_hangs_loses_its_shards_although_its_process_lives(
+    sqlite_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "WORK_SECONDS_MAX", 0.1)
+    hanging, idle = by_real_time(sqlite_store, "a"), by_real_time(sqlite_store, "b")
+    with hanging.at_work():
+        looks_on(idle, 1.5 * SHORT_LEASE_SECONDS)
+        assert hanging.held == {}
+        assert len(idle.held) == 4
+    hanging.release_all()
+
+
+def test_a_beat_asks_nobody_where_a_tick_has_just_renewed(crew: Crew) -> None:
+    worker = crew.worker("a")
+    worker.tick()
+    crew.clock.advance(LEASE_SECONDS / 3)
+    worker.tick()
+    crew.lines["a"].calls.clear()
+    worker._beat()
+    assert crew.lines["a"].calls == []
+    crew.clock.advance(LEASE_SECONDS / 3)
+    worker._beat()
+    assert crew.lines["a"].calls == ["renew", "join"]
 
 
 # A lease service that does not answer -----------------------------------------------------------------------------

@@ -221,6 +221,32 @@ def test_any_json_that_means_one_thing_is_taken(value: Any, escaped: bool) -> No
     take(json.dumps({"x": value}, ensure_ascii=escaped).encode())
 
 
+@pytest.mark.spec("CORE-14")
+@pytest.mark.parametrize("number", [b"18446744073709551616", b"-9223372036854775809", b"9" * 30, b"-" + b"9" * 300])
+@pytest.mark.parametrize("within", [b'{"x":%s}', b'{"x":{"a":[1, %s ]}}', b'{"x":{"a\\"":%s}}'])
+def test_an_integer_of_more_than_64_bits_is_refused_with_its_place(number: bytes, within: bytes) -> None:
+    body = within % number
+    with pytest.raises(BadInput) as refused:
+        take(body)
+    assert refused.value.place == f"byte {body.index(number)}"
+
+
+@pytest.mark.spec("CORE-14")
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"18446744073709551615",
+        b"-9223372036854775808",
+        b'"99999999999999999999999"',
+        b"0.12345678901234567890123",
+        b"1234567890123456789012.5",
+        b"12345678901234567890123e-3",
+    ],
+)
+def test_other_numbers_and_digits_in_text_are_taken(value: bytes) -> None:
+    take(b'{"x":[%s]}' % value)
+
+
 @pytest.mark.parametrize(
     "number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e999", b"0x10", b"01", b"+1", b"1."]
 )

@@ -17,6 +17,7 @@ from keyfold.listings.service import drafting
 from keyfold.listings.service.drafting import DraftShown, Filled, Opening, Publishing
 from keyfold.listings.service.listings import Listings
 
+DRAFT_WEIGHT = 100  # in a batch, where each is done by statements of its own: a hundred of them share a commit
 DraftId = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}(?!\n)$")]
 
 
@@ -57,7 +58,8 @@ def draft_routes(context: Context, listings: Listings) -> list[Route]:
             scope="listings.write",
             body=OpenBody,
             answer=DraftShown,
-            run=doors.open,
+            run=doors.opening(),
+            idempotent=True,
         ),
         one(
             method="GET",
@@ -73,7 +75,8 @@ def draft_routes(context: Context, listings: Listings) -> list[Route]:
             summary="Fill in a draft",
             body=FillBody,
             answer=DraftShown,
-            run=doors.fill,
+            run=doors.filling(),
+            idempotent=True,
         ),
         one(
             method="POST",
@@ -89,6 +92,11 @@ def draft_routes(context: Context, listings: Listings) -> list[Route]:
     ]
 
 
+def _opening(ask: Ask) -> Opening:
+    body: OpenBody = ask.body
+    return Opening(anonymous_id=body.anonymous_id or "", seller_id=body.seller_id or "", category=body.category)
+
+
 class Doors:
     """What the endpoints do; an owner that a token does not name has no drafts."""
 
@@ -96,14 +104,23 @@ class Doors:
         self._store = context.store
         self._listings = listings
 
-    def open(self, ask: Ask) -> Outcome:
-        body: OpenBody = ask.body
-        opening = Opening(anonymous_id=body.anonymous_id or "", seller_id=body.seller_id or "", category=body.category)
-        if len(set(opening.owners)) < len(opening.owners):
-            raise BadInput("anonymous_id and seller_id are the same", place="seller_id")
-        ask.client.must_see(SELLER, opening.owners)
-        return self._store.transact(
-            lambda tx: drafting.open_drafts(tx, self._listings, opening), name="draft open", once=True
+    def opening(self) -> Operation:
+        def check(ask: Ask) -> None:
+            owners = _opening(ask).owners
+            if len(set(owners)) < len(owners):
+                raise BadInput("anonymous_id and seller_id are the same", place="seller_id")
+            ask.client.must_see(SELLER, owners)
+
+        def apply(tx: Transaction, asks: Sequence[Ask]) -> list[Outcome]:
+            return [drafting.open_drafts(tx, self._listings, _opening(ask)) for ask in asks]
+
+        return Operation(
+            name="listings draft open",
+            apply=apply,
+            writes=True,
+            check=check,
+            weight=lambda _: DRAFT_WEIGHT,
+            key=lambda ask: ask.body.seller_id or ask.body.anonymous_id or "",
         )
 
     def read(self, ask: Ask) -> Outcome:
@@ -111,15 +128,25 @@ class Doors:
         ask.client.must_see(SELLER, [owner_id])
         return self._store.read(lambda tx: drafting.read_draft(tx, owner_id, ask.path["draft_id"]))
 
-    def fill(self, ask: Ask) -> Outcome:
-        body: FillBody = ask.body
-        ask.client.must_see(SELLER, [body.owner_id])
-        return self._store.transact(
-            lambda tx: drafting.fill(
-                tx, self._listings, body.owner_id, ask.path["draft_id"], body.version, body.filled
-            ),
-            name="draft fill",
-            once=True,
+    def filling(self) -> Operation:
+        def check(ask: Ask) -> None:
+            ask.client.must_see(SELLER, [ask.body.owner_id])
+
+        def apply(tx: Transaction, asks: Sequence[Ask]) -> list[Outcome]:
+            return [
+                drafting.fill(
+                    tx, self._listings, ask.body.owner_id, ask.path["draft_id"], ask.body.version, ask.body.filled
+                )
+                for ask in asks
+            ]
+
+        return Operation(
+            name="listings draft fill",
+            apply=apply,
+            writes=True,
+            check=check,
+            weight=lambda _: DRAFT_WEIGHT,
+            key=lambda ask: ask.body.owner_id,
         )
 
     def publishing(self) -> Operation:

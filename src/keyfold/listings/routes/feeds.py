@@ -1,5 +1,6 @@
 """The endpoints of feeds: items as lines, the end, the plan, approval and the report."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
@@ -8,7 +9,7 @@ from msgspec import Meta, Struct
 
 from keyfold.core.context import Context
 from keyfold.core.errors import Conflict, TooLarge
-from keyfold.core.gather import Ask, Outcome
+from keyfold.core.gather import Ask, Operation, Outcome
 from keyfold.core.route import Lines, Route
 from keyfold.core.store import Transaction
 from keyfold.listings.model import why_held
@@ -21,6 +22,7 @@ from keyfold.listings.service.feeds.tasks import FeedShown
 from keyfold.listings.service.listings import Listings
 
 COUNT_MAX = 2**53
+TASK_WEIGHT = 100  # in a batch: each locks the row of its seller and marks the tasks before
 
 
 class FeedPath(Struct, frozen=True):
@@ -59,22 +61,17 @@ def feed_routes(context: Context, listings: Listings) -> list[Route]:
         lines: Lines = ask.body
         return staging.take_lines(store, listings, *key(ask), ask.query.position + lines.first, lines.lines)
 
-    def end(ask: Ask) -> Outcome:
-        seller_id, task_id = key(ask)
-        items = ask.body.items
-        return store.transact(
-            lambda tx: tasks.end_task(tx, listings, seller_id, task_id, items), name="feed end", once=True
-        )
+    def end(tx: Transaction, asks: Sequence[Ask]) -> list[Outcome]:
+        return [tasks.end_task(tx, listings, *key(ask), ask.body.items) for ask in asks]
 
-    def approve(ask: Ask) -> Outcome:
-        seller_id, task_id = key(ask)
-        return store.transact(
-            lambda tx: tasks.approve(tx, listings, seller_id, task_id, ask.client.name), name="feed approve", once=True
-        )
+    def approve(tx: Transaction, asks: Sequence[Ask]) -> list[Outcome]:
+        return [tasks.approve(tx, listings, *key(ask), ask.client.name) for ask in asks]
 
     def show(ask: Ask) -> Outcome:
         seller_id, task_id = key(ask)
-        return store.read(lambda tx: _shown(tx, listings, seller_id, task_id, with_plan=ask.query.plan))
+        # The counts of a plan must be of one moment, and how it is made is set for its transaction.
+        read = store.snapshot if ask.query.plan else store.read
+        return read(lambda tx: _shown(tx, listings, seller_id, task_id, with_plan=ask.query.plan))
 
     def report(ask: Ask) -> Outcome:
         seller_id, task_id = key(ask)
@@ -83,6 +80,13 @@ def feed_routes(context: Context, listings: Listings) -> list[Route]:
         )
 
     route = partial(Route, path_type=FeedPath, tag="feeds")
+
+    def check(ask: Ask) -> None:
+        key(ask)
+
+    operation = partial(
+        Operation, writes=True, check=check, weight=lambda _: TASK_WEIGHT, key=lambda ask: ask.path["seller"]
+    )
     write = partial(route, method="POST", scope="listings.write", errors=(Conflict,))
     read = partial(route, method="GET", scope="read")
     base = "/v1/feeds/{seller}/{task}"
@@ -91,8 +95,9 @@ def feed_routes(context: Context, listings: Listings) -> list[Route]:
             path=f"{base}/items",
             summary="Send items of a feed",
             description="One item a line. Lines that were taken before are skipped; the answer, and `GET` of the feed,"
-            " tell the position from which a feed goes on that was cut. An item that is not valid refuses nothing but"
-            " itself: the report tells of it, and its offer stays as it is.",
+            " tell the position from which a feed goes on that was cut. So no Idempotency-Key is needed, and none"
+            " is taken. An item that is not valid refuses nothing but itself: the report tells of it, and its offer"
+            " stays as it is.",
             lines=FeedItem,
             query=ItemsQuery,
             run=take,
@@ -105,14 +110,16 @@ def feed_routes(context: Context, listings: Listings) -> list[Route]:
             description="From here on the feed is applied: offers that it lacks are removed. Older feeds of the seller"
             " change nothing any more. A repeat answers as the first.",
             body=EndBody,
-            run=end,
+            run=operation(name="listings feed end", apply=end),
+            idempotent=True,
             answer=FeedShown,
         ),
         write(
             path=f"{base}/approve",
             summary="Approve a feed that is held",
             description="A feed that would remove too large a share of the seller's offers waits for this.",
-            run=approve,
+            run=operation(name="listings feed approve", apply=approve),
+            idempotent=True,
             answer=FeedShown,
         ),
         read(path=base, summary="Read a feed: its stage, plan and counts", query=FeedQuery, run=show, answer=FeedShown),

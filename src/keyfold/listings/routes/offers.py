@@ -25,6 +25,7 @@ from keyfold.listings.service.saving import MODERATION_KIND, PHOTOS_KIND, Photos
 READ_MAX = 1_000
 OPINIONS_MAX = 1_000
 READ_WEIGHT = 10  # of an offer in a batch: with 100 KB each, a batch of them is what is held in memory
+JUDGE_WEIGHT = 10  # of an opinion: it may ban, which takes as long as an edit
 
 
 class ReadBody(Struct, frozen=True, forbid_unknown_fields=True):
@@ -262,7 +263,7 @@ class Doors:
             name="listings judge",
             apply=apply,
             writes=True,
-            weight=lambda ask: len(ask.body.opinions),
+            weight=lambda ask: JUDGE_WEIGHT * len(ask.body.opinions),
             key=lambda ask: ask.body.opinions[0].offer_id,
         )
 

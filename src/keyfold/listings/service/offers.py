@@ -138,6 +138,7 @@ def _changed(
             for at in turn
             if (seller := sellers.get(wishes[at].offer_id)) is not None and wishes[at].may_see(seller)
         }
+        saving.must_fit_together(tx, sorted(seen))
         found = {offer_id: saved for (_, offer_id), saved in saving.load_offers(tx, sorted(seen)).items()}
         ready: list[tuple[int, Change]] = []
         for at in turn:

@@ -47,6 +47,8 @@ from keyfold.listings.tables import (
 
 OFFER_KIND, PHOTOS_KIND, MODERATION_KIND, BILLING_KIND = "offer", "photos", "moderation", "billing"
 STEP_BYTES_MAX = 8 * 1024 * 1024  # of the offers that one step of the scheduler changes
+STEP_OFFERS_MAX = 1_000
+ALWAYS_FIT = 10  # of the largest that the settings allow
 OFFER_SCHEMA, PHOTO_REQUEST_SCHEMA = "offer/1", "photo-request/1"
 
 _encode = msgspec.json.Encoder().encode
@@ -110,8 +112,13 @@ def load_by_id(tx: Transaction, offer_ids: Sequence[str]) -> dict[str, Saved]:
     return {offer_id: saved for (_, offer_id), saved in found.items()}
 
 
-def fitting(tx: Transaction, keys: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
-    """So many of the offers, from the first on, as one transaction may hold: decoded they are ten times their size."""
+def fitting(
+    tx: Transaction, keys: Sequence[tuple[str, str]], kind: str = OFFER_KIND, beside: Sequence[int] = ()
+) -> Sequence[tuple[str, str]]:
+    """So many of the offers, from the first on, as one transaction may hold: decoded they are ten times their size.
+
+    `beside` are the bytes that come with each of them.
+    """
     if not keys:
         return keys
     columns: Columns = {"seller_id": [seller for seller, _ in keys], "offer_id": [offer_id for _, offer_id in keys]}
@@ -120,15 +127,30 @@ def fitting(tx: Transaction, keys: Sequence[tuple[str, str]]) -> Sequence[tuple[
     found = tx.execute(
         sa.select(OFFER.c.seller_id, OFFER.c.offer_id, bytes_of.label("size"))
         .join(batch, sa.and_(OFFER.c.seller_id == batch.c.seller_id, OFFER.c.offer_id == batch.c.offer_id))
-        .where(OFFER.c.kind == OFFER_KIND)
+        .where(OFFER.c.kind == kind)
     )
     sizes = {(row.seller_id, row.offer_id): row.size for row in found}
     total = 0
     for at, key in enumerate(keys):
-        total += sizes.get(key, 0)
+        total += sizes.get(key, 0) + (beside[at] if beside else 0)
         if at and total > STEP_BYTES_MAX:
             return keys[:at]
     return keys
+
+
+def steps_of(tx: Transaction, keys: Sequence[tuple[str, str]]) -> list[Sequence[tuple[str, str]]]:
+    """The offers in runs of so many as may be held at once."""
+    steps: list[Sequence[tuple[str, str]]] = []
+    while keys:
+        steps.append(fitting(tx, keys[:STEP_OFFERS_MAX]))
+        keys = keys[len(steps[-1]) :]
+    return steps
+
+
+def must_fit_together(tx: Transaction, keys: Sequence[tuple[str, str]], kind: str = OFFER_KIND) -> None:
+    """Refuse more offers than may be held at once: whoever gathered them halves them until they are."""
+    if len(keys) > ALWAYS_FIT and len(fitting(tx, keys[:STEP_OFFERS_MAX], kind)) < len(keys):
+        raise TooLarge(f"{len(keys)} offers are more than one transaction may hold", hint="Send fewer at once")
 
 
 def load_kind(tx: Transaction, keys: Sequence[tuple[str, str]], kind: str) -> dict[tuple[str, str], tuple[int, str]]:

@@ -134,11 +134,13 @@ def _applied(tx: Transaction, listings: Listings, task: Task) -> Task:
     items = _next_items(tx, task)
     if not items:
         return msgspec.structs.replace(task, stage="removing")
+    rows = _feed_rows(tx, task, items)
+    keys = [(task.seller_id, rows[name].offer_id if name in rows else "") for name, _, _ in items]
+    # What is stored counts, too: an item of a few bytes may meet an offer of 100 KB.
+    keys = list(saving.fitting(tx, keys, beside=[len(body) for _, _, body in items]))
+    items = items[: len(keys)]
     names = [external_id for external_id, _, _ in items]
-    keys = {"seller_id": [task.seller_id] * len(names), "external_id": names}
-    found = load(tx, FEED, keys, ("offer_id", "task_id"))
-    rows = {external_id: FeedRow(*row) for (_, external_id), row in found.items()}
-    offers = saving.load_offers(tx, [(task.seller_id, row.offer_id) for row in rows.values()])
+    offers = saving.load_offers(tx, [key for key in keys if key[1]])
     since_us = tx.now_us - listings.settings.return_days * DAY_US
     there: list[Saved | None] = []
     decided: list[Decided] = []
@@ -167,6 +169,13 @@ def _applied(tx: Transaction, listings: Listings, task: Task) -> Task:
         reporting.tell(tx, listings, task, problems), done=_counted(task.counts.done, there, decided)
     )
     return msgspec.structs.replace(task, upto=names[-1], counts=counts)
+
+
+def _feed_rows(tx: Transaction, task: Task, items: Sequence[tuple[str, int, str]]) -> dict[str, FeedRow]:
+    """Which offers the items meet, by external id."""
+    keys: Columns = {"seller_id": [task.seller_id] * len(items), "external_id": [name for name, _, _ in items]}
+    found = load(tx, FEED, keys, ("offer_id", "task_id"))
+    return {external_id: FeedRow(*row) for (_, external_id), row in found.items()}
 
 
 def _next_items(tx: Transaction, task: Task) -> list[tuple[str, int, str]]:

@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 
 from keyfold.core.errors import BadInput
 from keyfold.core.jsontext import (
+    must_hold_64_bits,
     must_hold_no_nul,
     must_hold_whole_characters,
     must_not_be_deeper,
@@ -61,6 +62,7 @@ def read_line(listings: Listings, seller_id: str, line: bytes) -> Read:
     try:
         item = _decoded(line)
         must_not_be_deeper(line, listings.topics.limits.depth_max)
+        must_hold_64_bits(line)
         must_hold_no_nul(line)
         must_not_repeat_names(line)
         offer = _offer(listings, seller_id, item)
