@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -670,7 +671,7 @@ def test_a_backfill_killed_at_every_commit_while_orders_arrive_ends_exact(
 
         def transact(work: Any, **more: Any) -> Any:
             found = real(work, **more)
-            if more.get("name") in ("backfill", "begin job", "finish filling", "claim backfill"):
+            if more.get("name") in ("backfill", "begin job", "look", "claim backfill"):
                 if waiting:
                     real(lambda tx: orders.unit and _count_all(tx, orders.unit, [waiting.pop()]))
                 left[0] -= 1
@@ -1023,6 +1024,98 @@ def test_an_order_left_to_history_after_it_was_counted_makes_checks_refuse(
     assert done.lacking == 1, "it is there, but not as an order from before the start"
     with_history.backfill(write_history(path, [under_way]))
     assert "phone_id has 1 orders" in check(with_history, identities=asked, fewer_than=1).reason
+
+
+def is_complete(orders: Orders, name: str = "phone_id") -> bool:
+    return reading.is_complete(orders.store.read(orders.unit.stood).state.by_name[name])
+
+
+@pytest.mark.spec("ORD-07", "ORD-08", "ORD-13")
+@pytest.mark.parametrize("is_there", [True, False], ids=["history has it", "history lacks it"])
+def test_an_order_left_to_history_after_that_was_looked_through_is_looked_for_too(
+    with_history: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    with_history.clock.advance(3 * HOUR)
+    known, under_way = order("k", START - 2, {"phone_id": "p2"}), order("r", START - 1, {"phone_id": "p1"})
+    with_history.count(known)
+    path = write_history(tmp_path / "h.parquet", [known, under_way] if is_there else [known])
+    waiting = [under_way]
+    real = History.lacking
+
+    def lacking(history: History, *given: Any) -> list[str]:
+        found = real(history, *given)
+        if waiting:
+            assert with_history.count(waiting.pop()) == ["before_start"]
+        return found
+
+    monkeypatch.setattr(History, "lacking", lacking)
+    (done,) = with_history.backfill(path, "phone_id")
+    assert (done.lacking, is_complete(with_history)) == ((0, True) if is_there else (1, False))
+    assert check(with_history, identities={"phone_id": "p1"}, fewer_than=2).allowed is is_there
+    assert not check(with_history, identities={"phone_id": "p1"}, fewer_than=1).allowed
+
+
+@pytest.mark.spec("ORD-07", "ORD-08", "ORD-13")
+def test_an_order_that_is_being_left_to_history_while_that_is_counted_is_seen(
+    with_history: Orders, tmp_path: Path
+) -> None:
+    with_history.clock.advance(3 * HOUR)
+    path = write_history(tmp_path / "h.parquet", [order("k", START - 2, {"phone_id": "p2"})])
+    with_history.backfill(path, "phone_id")
+    began = threading.Event()
+
+    def leave(tx: Transaction) -> None:
+        _count_all(tx, with_history.unit, [order("r", START - 1, {"phone_id": "p1"})])
+        began.set()
+        time.sleep(0.5)
+
+    writer = threading.Thread(target=lambda: with_history.store.transact(leave))
+    writer.start()
+    began.wait()
+    (done,) = with_history.backfill(path, "phone_id")
+    writer.join()
+    assert not is_complete(with_history)
+    assert done.lacking or done.is_behind
+
+
+@pytest.mark.spec("ORD-08", "ORD-13")
+def test_what_a_table_gains_while_it_is_read_is_lacking(with_history: Orders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order comes into the table when the cells were read, and before anybody asks whether it is there."""
+    import ibis
+
+    connection = ibis.duckdb.connect()
+    connection.raw_sql("CREATE TABLE finished (order_id TEXT, created_at TIMESTAMP, phone_id TEXT)")
+    for name in DIMENSIONS:
+        connection.raw_sql(f"ALTER TABLE finished ADD COLUMN {name} TEXT")
+    with_history.clock.advance(3 * HOUR)
+    with_history.count(order("r", START - 1, {"phone_id": "p1"}))
+    state = with_history.store.read(with_history.unit.stood).state
+    names = msgspec.structs.replace(names_of(with_history.unit, state, ["phone_id"]), columns={})
+    insert = f"INSERT INTO finished VALUES ('r', make_timestamp({(START - 1) * 1_000_000}), 'p1', 'x', 'y', 'z')"
+    cells = History.cells
+
+    def gaining(*given: Any) -> Iterator[Any]:
+        yield from cells(*given)
+        connection.raw_sql(insert)
+
+    monkeypatch.setattr(History, "cells", gaining)
+    history = history_of(with_history.unit, connection.table("finished"), names)
+    (done,) = backfill(with_history.store, with_history.unit, history, ["phone_id"])
+    assert (done.lacking, with_history.total("phone_id", "p1"), is_complete(with_history)) == (1, 0, False)
+    monkeypatch.undo()
+    backfill(with_history.store, with_history.unit, history, ["phone_id"])
+    assert (with_history.total("phone_id", "p1"), is_complete(with_history)) == (1, True)
+
+
+@pytest.mark.spec("ORD-08")
+def test_files_that_change_while_they_are_read_are_one_history_no_more(with_history: Orders, tmp_path: Path) -> None:
+    with_history.clock.advance(3 * HOUR)
+    path = write_history(tmp_path / "h.parquet", [order("1", START - 1)])
+    more = [order("1", START - 1), order("2", START - 1)]
+    with pytest.raises(Conflict, match="changed while they were read"):
+        with_history.backfill(path, "phone_id", report=lambda *_: write_history(path, more))
+    with_history.backfill(path, "phone_id")
+    assert with_history.total("phone_id", "p1") == 2
 
 
 @pytest.mark.spec("ORD-08", "ORD-11")

@@ -14,10 +14,11 @@ import sqlalchemy as sa
 from keyfold.core.errors import KeyfoldError
 from keyfold.core.store import Store, Transaction
 from keyfold.core.tables import AUDIT
-from keyfold.orders.model import CompletedOrder, IdentityType, micros
+from keyfold.orders.model import CompletedOrder, IdentityType, UnitState, micros
 from keyfold.orders.service.checking import Check, Checked
 from keyfold.orders.service.correcting import Corrected
 from keyfold.orders.service.history import HistoryCell
+from keyfold.orders.service.reading import is_complete
 from keyfold.orders.service.splitting import Split
 from keyfold.orders.service.unit import Unit
 from tests.orders import DAY
@@ -37,12 +38,16 @@ class Listed:
 
     def __init__(self, orders: Sequence[CompletedOrder], dimensions: Sequence[str], book: "Book") -> None:
         self.source = f"{len(orders)} orders"
+        self.is_fixed = True
         self.dimensions = list(dimensions)
         self._orders = list(orders)
         self._book = book
 
     def must_be_sound(self) -> None:
         assert len({each.order_id for each in self._orders}) == len(self._orders)
+
+    def must_be_same(self) -> None:
+        """It is a list of its own."""
 
     def cells(self, kind: IdentityType, after: str | None, without: Sequence[str]) -> Iterator[HistoryCell]:
         orders = self._of(kind, after, without)
@@ -61,7 +66,8 @@ class Listed:
         yield from sorted(found, key=lambda each: each.identity)
 
     def lacking(self, kind: IdentityType, order_ids: Sequence[str]) -> list[str]:
-        return sorted(set(order_ids) - {each.order_id for each in self._orders})
+        there = [each for each in self._orders if kind.name in each.identities]
+        return sorted(set(order_ids) - {each.order_id for each in there if not kind.takes(micros(each.created_at))})
 
     def _of(self, kind: IdentityType, after: str | None, without: Sequence[str]) -> list[CompletedOrder]:
         left = [each for each in self._orders if each.order_id not in without]
@@ -112,7 +118,10 @@ class Found:
             for row in tx.execute(sa.select(tables.cells))
         ]
         self.marks = {row.order_id: row.created_at_us for row in tx.execute(sa.select(tables.marks))}
-        self.kept = {(row.order_id, row.why) for row in tx.execute(sa.select(tables.kept))}
+        kept = tx.execute(sa.select(tables.kept)).all()
+        self.kept = {(row.order_id, row.why) for row in kept}
+        decode = msgspec.json.Decoder(CompletedOrder).decode
+        self.left = [decode(row.body) for row in kept if row.why == "before_start"]
         self.corrections = {row.order_id for row in tx.execute(sa.select(tables.corrections))}
         self.held = {
             (row.order_id, (names[row.identity_type], row.identity_value)): row.expires_at_us
@@ -280,6 +289,7 @@ class Book:
             *self._live_cells(found),
             *self._spans(found),
             *self._history_cells(found),
+            *self._complete(found),
             *self._rest(found),
         ]
 
@@ -386,6 +396,22 @@ class Book:
             f"O1: the history of {kind} {value} is {dict(there)}, which no history says"
             for (kind, value), there in found.history().items()
             if not any(told.get(value) == there for told in self._told[kind])
+        ]
+
+    def _complete(self, found: Found) -> list[str]:
+        """O1: where history is said to be complete, it counts every order that was left to it."""
+        history = found.history()
+        complete = [each.name for each in msgspec.convert(found.state, UnitState).identities if is_complete(each)]
+        left = Counter(
+            (name, each.identities[name], _values_of(each))
+            for each in found.left
+            for name in complete
+            if name in each.identities and not self._is_live(name, each) and each.order_id not in self.corrected
+        )
+        return [
+            f"O1: the history of {place} is complete with {history.get(place[:2], Counter())[place[2]]} of {count}"
+            for place, count in left.items()
+            if history.get(place[:2], Counter())[place[2]] < count
         ]
 
     def _rest(self, found: Found) -> list[str]:

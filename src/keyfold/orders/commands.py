@@ -70,7 +70,7 @@ def status(ctx: typer.Context, unit: UnitOption = "rides") -> Answer:
                     "start": None if each.start_us is None else iso(each.start_us),
                     "history": each.source or ("pending" if each.has_history else "none"),
                     "filled_at": None if each.filled_at_us is None else iso(each.filled_at_us),
-                    "lacking": each.lacking,
+                    "lacking": max(each.lacking, int(each.is_behind)),
                 }
                 for each in stood.state.identities
             ],
@@ -213,6 +213,7 @@ def backfill(
         for each in done
         if each.lacking
     ]
+    notes += [f"{each.identity}: more were left to history while it was counted" for each in done if each.is_behind]
     return Answer(
         data=done, table=rows, notes=[*notes, *(["Run it again when history has caught up."] if notes else [])]
     )

@@ -22,6 +22,8 @@ from keyfold.orders.service.filling import (
     behind,
     claim,
     finish,
+    is_behind,
+    look_anew,
     must_have_dimensions,
     set_cells,
     silent,
@@ -33,6 +35,7 @@ from keyfold.orders.service.unit import Unit
 
 CELLS_MAX = 10_000  # in one transaction
 KEPT_ROWS = 50_000
+LOOKS_MAX = 5  # while orders that are left to history keep arriving
 SHOWN_MAX = 100
 
 
@@ -45,6 +48,7 @@ class Backfilled(Struct, frozen=True):
     steps: int
     lacking: int  # orders that arrived live, were left to history, and are not in it
     lacking_orders: list[str]  # some of them
+    is_behind: bool  # more were left to history meanwhile, and nobody knows whether they are in it
 
 
 def backfill(
@@ -84,14 +88,25 @@ def _filled(
     started_at_us = store.read(lambda tx: tx.now_us)
     source = f"{history.source} {','.join(history.dimensions)} {kind.start_us} {len(without)}"
     job = Job.begin(store, unit, f"backfill {kind.name}", source)
+    # Before it is read: what it gains meanwhile is not counted, so it must be called lacking.
+    lacking = _looked_through(store, unit, history, kind, job)
     after, steps = job.progress.after, 0
     with closing(_cells(unit, history, kind, after, without)) as cells:
         for piece in whole_identities(cells, cells_max):
             _step(store, unit, history, kind, job, piece, piece[-1].identity)
             steps += 1
             report(job.progress.numbers["orders"], f"orders by {kind.name}")
-    lacking = _lacking(store, unit, history, kind)
-    _end(store, unit, history, kind, job, started_at_us, len(lacking), len(without))
+    if not history.is_fixed:
+        lacking |= _lacking(store, unit, history, kind)
+    looks = LOOKS_MAX if history.is_fixed else 1
+    for look in range(1, looks + 1):
+        history.must_be_same()
+        is_known = _end(
+            store, unit, history, kind, job, started_at_us, len(lacking), len(without), is_last=look == looks
+        )
+        if job.progress.is_done:
+            break
+        lacking = _looked_through(store, unit, history, kind, job)
     numbers = job.progress.numbers
     return Backfilled(
         identity=kind.name,
@@ -99,7 +114,8 @@ def _filled(
         cells=numbers.get("cells", 0),
         steps=steps,
         lacking=len(lacking),
-        lacking_orders=lacking[:SHOWN_MAX],
+        lacking_orders=sorted(lacking)[:SHOWN_MAX],
+        is_behind=not is_known,
     )
 
 
@@ -137,11 +153,20 @@ def _end(
     started_at_us: int,
     lacking: int,
     left_out: int,
-) -> None:
-    """Empty what lies behind the last identity, and say that history is counted, if nobody has taken over."""
+    *,
+    is_last: bool,
+) -> bool:
+    """Empty what lies behind the last identity, and say that history is counted, if nobody has taken over.
+
+    False where orders were left to history since it was looked through: then it is not said, unless nobody will look
+    again; and it is not complete.
+    """
     progress = structs.replace(job.progress, is_done=True)
 
-    def work(tx: Transaction) -> None:
+    def work(tx: Transaction) -> tuple[bool, Progress]:
+        is_known = not is_behind(tx, unit, kind)
+        if not is_known and not is_last:
+            return False, job.progress
         job.step(tx, progress)
         must_have_dimensions(tx, unit, history.dimensions)
         set_cells(tx, unit, kind, [], after=progress.after, upto=None)
@@ -149,9 +174,11 @@ def _end(
             raise Conflict("orders were taken back meanwhile, which history still counts", hint="Run it again")
         _must_be_conserved(tx, unit, kind, progress.numbers.get("orders", 0))
         finish(tx, unit, kind, started_at_us, lacking)
+        return is_known, progress
 
-    store.transact(work, name="backfill", once=True)
-    job.stepped(progress)
+    is_known, stepped = store.transact(work, name="backfill", once=True)
+    job.stepped(stepped)
+    return is_known
 
 
 def corrected(tx: Transaction, unit: Unit) -> list[str]:
@@ -159,13 +186,24 @@ def corrected(tx: Transaction, unit: Unit) -> list[str]:
     return list(tx.execute(sa.select(unit.tables.corrections.c.order_id)).scalars())
 
 
-def _lacking(store: Store, unit: Unit, history: History, kind: IdentityType) -> list[str]:
+def _looked_through(store: Store, unit: Unit, history: History, kind: IdentityType, job: Job) -> set[str]:
+    """The orders that history lacks of those left to it so far; whoever leaves one from now on says so."""
+
+    def work(tx: Transaction) -> None:
+        job.step(tx, job.progress)
+        look_anew(tx, unit, kind)
+
+    store.transact(work, name="look", once=True)
+    return _lacking(store, unit, history, kind)
+
+
+def _lacking(store: Store, unit: Unit, history: History, kind: IdentityType) -> set[str]:
     """Orders that arrived live, were left to history, and do not count there."""
-    lacking: list[str] = []
+    lacking: set[str] = set()
     after: str | None = ""
     while after is not None:
         after, left = store.read(partial(_left_to_history, unit=unit, kind=kind, after=after))
-        lacking += history.lacking(kind, left)
+        lacking |= set(history.lacking(kind, left))
     return lacking
 
 

@@ -99,7 +99,7 @@ def count_orders(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder]) 
         unit.keep_slices(tx, [slices[each] for each in {order.slice_id for order in counted}])
         _add(tx, unit, counted, adding)
         _free_reservations(tx, unit, [order.order_id for order in counted])
-    _must_be_filled_again(tx, unit, stood, keep(tx, unit, kept))
+    _tell_history(tx, unit, stood, keep(tx, unit, kept))
     found = [each for each in verdicts if each is not None]
     assert len(found) == len(orders)
     left = sum(why == "before_start" for _, why in kept)
@@ -308,18 +308,25 @@ def keep(tx: Transaction, unit: Unit, orders: Sequence[tuple[CompletedOrder, Why
     return [sent for key, sent in by_key.items() if key in new and key[1] == "before_start"]
 
 
-def _must_be_filled_again(tx: Transaction, unit: Unit, stood: Stood, left: Sequence[CompletedOrder]) -> None:
-    """History that was counted before an order was left to it is not complete: it lacks at least that one."""
+def _tell_history(tx: Transaction, unit: Unit, stood: Stood, left: Sequence[CompletedOrder]) -> None:
+    """Whoever counts history learns that orders were left to it: what was looked through before may lack them.
+
+    Where that is known, or nobody has begun, the state is held as it is: who looks from then on sees the orders.
+    """
+    if not left:
+        return
     named = {(name, micros(sent.created_at)) for sent in left for name in sent.identities}
-    lacking = {
+    behind = {
         kind.name
         for kind in stood.state.identities
-        if kind.filled_at_us is not None and not kind.lacking
+        if kind.source and not kind.is_behind
         if any(name == kind.name and not kind.takes(created_at_us) for name, created_at_us in named)
     }
-    if lacking:
-        types = [structs.replace(each, lacking=1) if each.name in lacking else each for each in stood.state.identities]
-        unit.change(tx, stood, structs.replace(stood.state, identities=types))
+    if not behind:
+        unit.hold(tx, stood)
+        return
+    types = [structs.replace(each, is_behind=True) if each.name in behind else each for each in stood.state.identities]
+    unit.change(tx, stood, structs.replace(stood.state, identities=types))
 
 
 def _measure(unit: Unit, verdicts: Sequence[Verdict], left_to_history: int) -> None:

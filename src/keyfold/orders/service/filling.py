@@ -123,6 +123,22 @@ def claim(store: Store, unit: Unit, names: Sequence[str], source: str) -> list[I
     return store.transact(work, name=f"claim {source}")
 
 
+def look_anew(tx: Transaction, unit: Unit, kind: IdentityType) -> None:
+    """History is about to be looked through for the orders left to it: whoever leaves one from now on says so.
+
+    It waits for all who hold the state, so that every order left before is seen by who looks now.
+    """
+    stood = unit.stood(tx)
+    known = stood.state.by_name[kind.name]
+    # It lacks at least one until somebody has looked to the end: who looks now may be stopped.
+    _change(tx, unit, stood, {kind.name: {"is_behind": False, "lacking": max(known.lacking, int(known.is_behind))}})
+
+
+def is_behind(tx: Transaction, unit: Unit, kind: IdentityType) -> bool:
+    """Whether orders were left to history since it was looked through."""
+    return unit.stood(tx).state.by_name[kind.name].is_behind
+
+
 def finish(tx: Transaction, unit: Unit, kind: IdentityType, filled_at_us: int, lacking: int) -> None:
     """The history part of a type was filled to its end."""
     stood = unit.stood(tx)

@@ -6,7 +6,7 @@ Everything that could be wrong with it is looked at before anything is written, 
 import hashlib
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from keyfold.bulk import engines
-from keyfold.core.errors import BadInput
+from keyfold.core.errors import BadInput, Conflict
 from keyfold.core.times import iso
 from keyfold.orders.model import APPLICATION, BRAND, UNKNOWN, IdentityType, UnitState
 from keyfold.orders.service.unit import Unit
@@ -62,8 +62,13 @@ def names_of(unit: Unit, state: UnitState, identities: Sequence[str] | None = No
 class History:
     """Historical orders with the names of a unit: order_id, created_at, identities, dimensions."""
 
-    def __init__(self, unit: Unit, table: "ir.Table", names: "Names", source: str) -> None:
+    def __init__(
+        self, unit: Unit, table: "ir.Table", names: "Names", source: str, stamp: "Callable[[], str] | None" = None
+    ) -> None:
+        """`stamp` tells what the table is now; None where nothing tells, and it may change while it is read."""
         self.unit = unit
+        self.is_fixed = stamp is not None
+        self._stamp, self._stamped = stamp, stamp() if stamp else ""
         self.dimensions = names.dimensions
         self.identities = names.identities
         self.source = f"{source} {_read_by(unit, names)}"
@@ -74,6 +79,11 @@ class History:
         wrong = [*self._not_there(), *self._twice(), *self._unmapped(), *self._too_long()]
         if wrong:
             raise BadInput("; ".join(wrong), place="history")
+
+    def must_be_same(self) -> None:
+        """What was read of it is of one history."""
+        if self._stamp is not None and self._stamp() != self._stamped:
+            raise Conflict("the files of history have changed while they were read", hint="Run it again")
 
     def count(self) -> int:
         return int(self._table.count().execute())
@@ -220,12 +230,16 @@ def opened(unit: Unit, where: "str | ir.Table", names: Names, source: str = "") 
     """The history of a unit: Parquet files by path or pattern, or an Ibis table that a program gives."""
     if not isinstance(where, str):
         # Two tables cannot be told apart: a run that was stopped begins anew, unless the caller says which this is.
-        return History(unit, where, names, source or uuid.uuid4().hex)
+        return History(unit, where, names, source or uuid.uuid4().hex, (lambda: source) if source else None)
     paths = _files(where)
-    stamp = hashlib.sha256(
-        msgspec.json.encode([(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths])
-    )
-    return History(unit, _parquet(paths, unit.settings.history_megabytes_max), names, stamp.hexdigest())
+    table = _parquet(paths, unit.settings.history_megabytes_max)
+    return History(unit, table, names, _stamp(paths), lambda: _stamp(paths))
+
+
+def _stamp(paths: Sequence[Path]) -> str:
+    """What tells files from those that they were before."""
+    found = [(str(path), *((path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else ())) for path in paths]
+    return hashlib.sha256(msgspec.json.encode(found)).hexdigest()
 
 
 def _read_by(unit: Unit, names: Names) -> str:
