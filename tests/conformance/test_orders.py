@@ -652,6 +652,39 @@ def test_any_ibis_table_will_do_and_one_that_was_mended_is_read_from_its_beginni
         assert orders.cells() == recount(every, DIMENSIONS, list(ALL))
 
 
+@pytest.mark.spec("ORD-07", "ORD-08")
+@pytest.mark.parametrize(
+    ("zone", "kind"),
+    [
+        ("America/New_York", "aware"),
+        ("Asia/Tokyo", "aware"),
+        ("America/New_York", "naive"),
+        ("Asia/Tokyo", "naive"),
+        ("America/New_York", "text"),
+    ],
+)
+def test_the_start_is_one_moment_whatever_the_zone_of_the_connection(tmp_path: Path, zone: str, kind: str) -> None:
+    import ibis
+
+    connection = ibis.duckdb.connect()
+    connection.raw_sql(f"SET TimeZone = '{zone}'")
+    hours = [order(f"h{n}", START + n * HOUR, {"phone_id": "p1"}) for n in range(-12, 12)]
+    path = write_history(tmp_path / "h.parquet", hours)
+    naive = "created_proc AT TIME ZONE 'UTC'"
+    text = f"strftime({naive}, '%Y-%m-%d %H:%M:%S') || CASE WHEN hour({naive}) % 2 = 0 THEN 'Z' ELSE '' END"
+    moment = {"aware": "created_proc", "naive": naive, "text": text}[kind]
+    connection.raw_sql(f"CREATE TABLE h AS SELECT * REPLACE ({moment} AS created_proc) FROM read_parquet('{path}')")
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        orders.clock.advance(2 * DAY)
+        assert orders.count(*hours).count("accepted") == 12
+        names = names_of(orders.unit, orders.store.read(orders.unit.stood).state)
+        history = history_of(orders.unit, connection.table("h"), names)
+        (done,) = backfill(orders.store, orders.unit, history, ["phone_id"])
+        assert (done.orders, orders.total("phone_id", "p1")) == (12, 24)
+        found = orders.store.read(lambda tx: evidence_of(tx, orders.unit, [Identity("phone_id", "p1")], 0))[0]
+        assert found.counted_from == iso(START - 12 * HOUR).replace("+00:00", "Z")
+
+
 class Killed(BaseException):
     """As a process that dies: nothing of it runs on."""
 

@@ -166,9 +166,11 @@ class History:
     def _moment(self, time_us: int) -> Any:
         import ibis
 
-        kind = self._table[CREATED_AT].type()
+        # Without an offset the text would be a time in whatever zone the connection is set to.
         text = iso(max(time_us, 0)).removesuffix("Z")
-        return ibis.literal(text).cast("timestamp('UTC')" if kind.timezone else "timestamp")
+        if self._table[CREATED_AT].type().timezone:
+            return ibis.literal(f"{text}+00:00").cast("timestamp('UTC')")
+        return ibis.literal(text).cast("timestamp")
 
     def _streamed(self, table: "ir.Table", identity: str) -> Iterator[HistoryCell]:
         import pyarrow as pa
@@ -300,7 +302,7 @@ def _named(unit: Unit, table: "ir.Table", names: Names) -> "ir.Table":
         )
     moment = found[CREATED_AT]
     if moment.type().is_string():
-        found[CREATED_AT] = moment.cast("timestamp('UTC')")
+        found[CREATED_AT] = _with_zone(moment).cast("timestamp('UTC')")
     elif not moment.type().is_timestamp():
         raise BadInput(f"{columns.get(CREATED_AT, CREATED_AT)} must be a timestamp", place="history")
     for name, column in found.items():
@@ -321,6 +323,12 @@ def _named(unit: Unit, table: "ir.Table", names: Names) -> "ir.Table":
     return unit.hooks.history(named) if unit.hooks.history is not None else named
 
 
+def _with_zone(moment: Any) -> Any:
+    """Text that names no zone is taken as UTC, not in the zone that the connection is set to."""
+    return moment.re_search(_ZONE).ifelse(moment, moment + "Z")
+
+
+_ZONE = r"\d:\d\d(:\d\d(\.\d+)?)?\s*([Zz]|[+-]\d\d(:?\d\d)?)$"  # behind a time of the day, or a date would end in one
 _FLOATING = "Write it as text, or as whole numbers that may be null: 123.0 would be another identity than 123"
 
 
