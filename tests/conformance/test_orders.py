@@ -1280,6 +1280,41 @@ def test_older_documents_are_imported_and_what_cannot_be_mapped_is_listed(store_
         assert orders.total("phone_id", "5d0b7fb1629526419ee8cfad") == 1, "set whole, not added"
 
 
+@pytest.mark.spec("ORD-13", "ORD-14", "ORD-15")
+def test_an_import_is_complete_only_when_all_that_was_refused_or_left_is_said_to_be_settled(store_url: str) -> None:
+    with opened(store_url, start=iso(START), mixed_brand="yataxi") as orders:
+        orders.clock.advance(3 * HOUR)
+
+        def imported(source: str, *documents: Any, **more: bool) -> int:
+            given = lines(*documents)
+            return import_documents(orders.store, orders.unit, "phone_id", given, source, **more).lacking
+
+        def is_allowed() -> bool:
+            assert check(orders, identities={"phone_id": "p1"}, fewer_than=1).allowed is is_complete(orders)
+            return is_complete(orders)
+
+        assert imported("good", DOCUMENT) == 0
+        assert is_allowed()
+        assert imported("bad", {**DOCUMENT, "_id": "p1", "strange": 1}) == 1
+        assert not is_allowed()
+        assert imported("other", DOCUMENT) == 1
+        assert imported("empty") == 1
+        assert not is_allowed(), "what was refused is not in another file"
+        assert imported("mended", {**DOCUMENT, "_id": "p2"}, is_settled=True) == 0
+        assert is_allowed()
+        assert orders.count(order("under way", START - 1)) == ["before_start"]
+        assert not is_allowed()
+        assert imported("mended", DOCUMENT) == 1, "documents do not tell whether they have it"
+        assert not is_allowed()
+        assert imported("empty", is_settled=True) == 0
+        assert is_allowed()
+    with opened(store_url, unit="early", start=iso(START), mixed_brand="yataxi") as orders:
+        orders.count(order("before", NOW))
+        orders.clock.advance(3 * HOUR)
+        import_documents(orders.store, orders.unit, "phone_id", lines(DOCUMENT), "one")
+        assert not is_complete(orders), "it was left to history before that was imported"
+
+
 @pytest.mark.spec("ORD-15")
 def test_import_and_backfill_exclude_each_other(store_url: str, tmp_path: Path) -> None:
     with opened(store_url, start=iso(START), mixed_brand="yataxi") as orders:

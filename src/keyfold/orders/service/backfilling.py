@@ -7,15 +7,13 @@ anywhere and run again at any time, also when history has caught up.
 
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from functools import partial
 
-import msgspec
 import sqlalchemy as sa
 from msgspec import Struct, structs
 
 from keyfold.core.errors import Conflict, Internal
 from keyfold.core.store import Store, Transaction
-from keyfold.orders.model import CompletedOrder, IdentityType, micros
+from keyfold.orders.model import IdentityType
 from keyfold.orders.service.filling import (
     Filled,
     Report,
@@ -23,6 +21,7 @@ from keyfold.orders.service.filling import (
     claim,
     finish,
     is_behind,
+    left_to_history,
     look_anew,
     must_have_dimensions,
     set_cells,
@@ -34,7 +33,6 @@ from keyfold.orders.service.jobs import Job, Progress
 from keyfold.orders.service.unit import Unit
 
 CELLS_MAX = 10_000  # in one transaction
-KEPT_ROWS = 50_000
 LOOKS_MAX = 5  # while orders that are left to history keep arriving
 SHOWN_MAX = 100
 
@@ -199,27 +197,7 @@ def _looked_through(store: Store, unit: Unit, history: History, kind: IdentityTy
 
 def _lacking(store: Store, unit: Unit, history: History, kind: IdentityType) -> set[str]:
     """Orders that arrived live, were left to history, and do not count there."""
-    lacking: set[str] = set()
-    after: str | None = ""
-    while after is not None:
-        after, left = store.read(partial(_left_to_history, unit=unit, kind=kind, after=after))
-        lacking |= set(history.lacking(kind, left))
-    return lacking
-
-
-def _left_to_history(tx: Transaction, unit: Unit, kind: IdentityType, after: str) -> tuple[str | None, list[str]]:
-    """The next kept orders that an identity type has left to history; and where to go on."""
-    kept = unit.tables.kept
-    wanted = sa.select(kept.c.order_id, kept.c.body).where(kept.c.why == "before_start", kept.c.order_id > after)
-    page = tx.execute(wanted.order_by(kept.c.order_id).limit(KEPT_ROWS)).all()
-    decode = msgspec.json.Decoder(CompletedOrder).decode
-    orders = [(row.order_id, decode(row.body)) for row in page]
-    left = [
-        order_id
-        for order_id, order in orders
-        if kind.name in order.identities and not kind.takes(micros(order.created_at))
-    ]
-    return (page[-1].order_id if len(page) == KEPT_ROWS else None), left
+    return {each for left in left_to_history(store, unit, kind) for each in history.lacking(kind, left)}
 
 
 def _must_be_conserved(tx: Transaction, unit: Unit, kind: IdentityType, orders: int) -> None:

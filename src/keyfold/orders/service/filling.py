@@ -1,7 +1,9 @@
 """The history part of cells: set whole identity by identity, so that setting it again is right whatever was there."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
+import msgspec
 import sqlalchemy as sa
 from msgspec import Struct, structs
 
@@ -9,9 +11,11 @@ from keyfold.core.errors import BadInput, Conflict
 from keyfold.core.store import Store, Transaction, batch
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import increment
-from keyfold.orders.model import IdentityType, Slice, UnitState
+from keyfold.orders.model import CompletedOrder, IdentityType, Slice, UnitState, micros
 from keyfold.orders.service.unit import Stood, Unit
 from keyfold.orders.tables import NEVER_FROM_US, NEVER_TO_US
+
+KEPT_ROWS = 50_000  # looked at in one read
 
 
 class Filled(Struct, frozen=True, gc=False):
@@ -137,6 +141,29 @@ def look_anew(tx: Transaction, unit: Unit, kind: IdentityType) -> None:
 def is_behind(tx: Transaction, unit: Unit, kind: IdentityType) -> bool:
     """Whether orders were left to history since it was looked through."""
     return unit.stood(tx).state.by_name[kind.name].is_behind
+
+
+def left_to_history(store: Store, unit: Unit, kind: IdentityType) -> Iterator[list[str]]:
+    """The orders that arrived live and were left to the history of an identity type, in bounded pages."""
+    after: str | None = ""
+    while after is not None:
+        after, left = store.read(partial(_page_of_left, unit=unit, kind=kind, after=after))
+        yield left
+
+
+def _page_of_left(tx: Transaction, unit: Unit, kind: IdentityType, after: str) -> tuple[str | None, list[str]]:
+    """The next of them; and where to go on."""
+    kept = unit.tables.kept
+    wanted = sa.select(kept.c.order_id, kept.c.body).where(kept.c.why == "before_start", kept.c.order_id > after)
+    page = tx.execute(wanted.order_by(kept.c.order_id).limit(KEPT_ROWS)).all()
+    decode = msgspec.json.Decoder(CompletedOrder).decode
+    orders = [(row.order_id, decode(row.body)) for row in page]
+    left = [
+        order_id
+        for order_id, order in orders
+        if kind.name in order.identities and not kind.takes(micros(order.created_at))
+    ]
+    return (page[-1].order_id if len(page) == KEPT_ROWS else None), left
 
 
 def finish(tx: Transaction, unit: Unit, kind: IdentityType, filled_at_us: int, lacking: int) -> None:
