@@ -1170,17 +1170,40 @@ def test_a_run_that_was_stopped_does_not_go_on_by_other_rules(tmp_path: Path) ->
 
 
 @pytest.mark.spec("ORD-08", "ORD-16")
-def test_an_order_taken_back_while_history_is_counted_makes_the_run_begin_anew(store_url: str, tmp_path: Path) -> None:
+def test_an_order_taken_back_while_history_is_counted_is_left_out_of_it(store_url: str, tmp_path: Path) -> None:
     with opened(store_url, identities=["phone_id"], start=iso(START)) as orders:
         orders.clock.advance(3 * HOUR)
         orders.count(order("1", START, {"phone_id": "p"}))
         add_identity(orders.store, orders.unit, "mail", (START + DAY) * 1_000_000)
         orders.clock.advance(2 * DAY)
-        path = write_history(tmp_path / "h.parquet", [order("1", START, {"phone_id": "p", "mail": "m"})])
-        with pytest.raises(Conflict, match="taken back meanwhile"):
-            orders.backfill(path, "mail", report=lambda *_: take_back(orders, "1"))
-        orders.backfill(path, "mail")
-        assert not orders.cells()
+        other = order("2", START - 5, {"mail": "m"})
+        path = write_history(tmp_path / "h.parquet", [order("1", START, {"phone_id": "p", "mail": "m"}), other])
+        (done,) = orders.backfill(path, "mail", report=lambda *_: take_back(orders, "1"))
+        assert done.orders == 1
+        assert is_complete(orders, "mail")
+        assert orders.cells() == recount([other], DIMENSIONS, ["mail"])
+
+
+@pytest.mark.spec("ORD-08", "ORD-16")
+def test_taking_back_live_orders_neither_ends_a_backfill_nor_makes_it_begin_anew(
+    with_history: Orders, tmp_path: Path
+) -> None:
+    with_history.clock.advance(3 * HOUR)
+    with_history.count(*[order(f"{n}", START, {"phone_id": "live"}) for n in range(9)])
+    live = iter(range(9))
+    path = write_history(tmp_path / "h.parquet", [order(f"h{n}", START - 1, {"phone_id": f"p{n}"}) for n in range(6)])
+
+    def correct(done: int, what: str) -> None:
+        assert take_back(with_history, str(next(live))) == ["corrected"]
+        if done == 4 and next(live) < 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        with_history.backfill(path, "phone_id", cells_max=2, report=correct)
+    take_back(with_history, "8")
+    (done,) = with_history.backfill(path, "phone_id", cells_max=2, report=correct)
+    assert (done.steps, done.orders) == (1, 6), "it goes on where it was"
+    assert is_complete(with_history)
 
 
 @pytest.mark.spec("ORD-10", "ORD-16")

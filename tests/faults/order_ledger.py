@@ -53,6 +53,13 @@ class Listed:
         orders = self._of(kind, after, without)
         yield from self._grouped(kind, [each for each in orders if not kind.takes(micros(each.created_at))])
 
+    def cells_of(self, kind: IdentityType, identities: Sequence[str], without: Sequence[str]) -> Iterator[HistoryCell]:
+        return (each for each in self.cells(kind, None, without) if each.identity in identities)
+
+    def identities_of(self, kind: IdentityType, order_ids: Sequence[str]) -> list[str]:
+        found = [each for each in self._orders if each.order_id in order_ids]
+        return sorted({each.identities[kind.name] for each in found if kind.name in each.identities})
+
     def all_cells(
         self, kind: IdentityType, after: str | None, without: Sequence[str], *, single_from_us: int
     ) -> Iterator[HistoryCell]:

@@ -5,7 +5,7 @@ count what the other does. Each step sets some identities whole and commits how 
 anywhere and run again at any time, also when history has caught up.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 
 import sqlalchemy as sa
@@ -20,19 +20,21 @@ from keyfold.orders.service.filling import (
     behind,
     claim,
     finish,
-    is_behind,
+    history_part,
     left_to_history,
     look_anew,
     must_have_dimensions,
     set_cells,
+    set_identities,
     silent,
     whole_identities,
 )
-from keyfold.orders.service.history import History
+from keyfold.orders.service.history import History, HistoryCell
 from keyfold.orders.service.jobs import Job, Progress
 from keyfold.orders.service.unit import Unit
 
 CELLS_MAX = 10_000  # in one transaction
+IDENTITIES_MAX = 1_000  # of orders that were taken back, set anew in one transaction
 LOOKS_MAX = 5  # while orders that are left to history keep arriving
 SHOWN_MAX = 100
 
@@ -61,11 +63,10 @@ def backfill(
     """Fill the history part of identity types, one after the other."""
     history.must_be_sound()
     kinds = claim(store, unit, names, "backfill")
-    without = store.read(lambda tx: corrected(tx, unit))
     done: list[Backfilled] = []
     for kind in kinds:
         tell = behind(report, sum(each.orders for each in done))
-        done.append(_filled(store, unit, history, kind, without, tell, cells_max))
+        done.append(_Filler(store, unit, history, kind, tell, cells_max).run())
     return done
 
 
@@ -74,130 +75,152 @@ def orders_to_count(history: History, kinds: Sequence[IdentityType]) -> int:
     return sum(history.count_before_start(kind) for kind in kinds)
 
 
-def _filled(
-    store: Store,
-    unit: Unit,
-    history: History,
-    kind: IdentityType,
-    without: Sequence[str],
-    report: Report,
-    cells_max: int,
-) -> Backfilled:
-    started_at_us = store.read(lambda tx: tx.now_us)
-    source = f"{history.source} {','.join(history.dimensions)} {kind.start_us} {len(without)}"
-    job = Job.begin(store, unit, f"backfill {kind.name}", source)
-    # Before it is read: what it gains meanwhile is not counted, so it must be called lacking.
-    lacking = _looked_through(store, unit, history, kind, job)
-    after, steps = job.progress.after, 0
-    with closing(_cells(unit, history, kind, after, without)) as cells:
-        for piece in whole_identities(cells, cells_max):
-            _step(store, unit, history, kind, job, piece, piece[-1].identity)
-            steps += 1
-            report(job.progress.numbers["orders"], f"orders by {kind.name}")
-    if not history.is_fixed:
-        lacking |= _lacking(store, unit, history, kind)
-    looks = LOOKS_MAX if history.is_fixed else 1
-    for look in range(1, looks + 1):
-        history.must_be_same()
-        is_known = _end(
-            store, unit, history, kind, job, started_at_us, len(lacking), len(without), is_last=look == looks
-        )
-        if job.progress.is_done:
-            break
-        lacking = _looked_through(store, unit, history, kind, job)
-    numbers = job.progress.numbers
-    return Backfilled(
-        identity=kind.name,
-        orders=numbers.get("orders", 0),
-        cells=numbers.get("cells", 0),
-        steps=steps,
-        lacking=len(lacking),
-        lacking_orders=sorted(lacking)[:SHOWN_MAX],
-        is_behind=not is_known,
-    )
-
-
-def _cells(
-    unit: Unit, history: History, kind: IdentityType, after: str | None, without: Sequence[str]
-) -> Generator[Filled]:
-    for each in history.cells(kind, after, without):
-        slice_ = unit.slice_of(dict(zip(history.dimensions, each.values, strict=True)))
-        yield Filled(each.identity, slice_, each.count, each.from_us, each.to_us)
-
-
-def _step(
-    store: Store, unit: Unit, history: History, kind: IdentityType, job: Job, piece: Sequence[Filled], upto: str
-) -> None:
-    """Set some identities whole."""
-    before = job.progress
-    counted = before.adding(orders=sum([each.count for each in piece]), cells=len(piece))
-    progress = Progress(before.source, upto, False, counted)
-
-    def work(tx: Transaction) -> None:
-        job.step(tx, progress)
-        must_have_dimensions(tx, unit, history.dimensions)
-        set_cells(tx, unit, kind, piece, after=before.after, upto=upto)
-
-    store.transact(work, name="backfill", once=True)
-    job.stepped(progress)
-
-
-def _end(
-    store: Store,
-    unit: Unit,
-    history: History,
-    kind: IdentityType,
-    job: Job,
-    started_at_us: int,
-    lacking: int,
-    left_out: int,
-    *,
-    is_last: bool,
-) -> bool:
-    """Empty what lies behind the last identity, and say that history is counted, if nobody has taken over.
-
-    False where orders were left to history since it was looked through: then it is not said, unless nobody will look
-    again; and it is not complete.
-    """
-    progress = structs.replace(job.progress, is_done=True)
-
-    def work(tx: Transaction) -> tuple[bool, Progress]:
-        is_known = not is_behind(tx, unit, kind)
-        if not is_known and not is_last:
-            return False, job.progress
-        job.step(tx, progress)
-        must_have_dimensions(tx, unit, history.dimensions)
-        set_cells(tx, unit, kind, [], after=progress.after, upto=None)
-        if len(corrected(tx, unit)) != left_out:
-            raise Conflict("orders were taken back meanwhile, which history still counts", hint="Run it again")
-        _must_be_conserved(tx, unit, kind, progress.numbers.get("orders", 0))
-        finish(tx, unit, kind, started_at_us, lacking)
-        return is_known, progress
-
-    is_known, stepped = store.transact(work, name="backfill", once=True)
-    job.stepped(stepped)
-    return is_known
-
-
 def corrected(tx: Transaction, unit: Unit) -> list[str]:
     """Orders that were taken back; history still has them."""
     return list(tx.execute(sa.select(unit.tables.corrections.c.order_id)).scalars())
 
 
-def _looked_through(store: Store, unit: Unit, history: History, kind: IdentityType, job: Job) -> set[str]:
-    """The orders that history lacks of those left to it so far; whoever leaves one from now on says so."""
+class _Filler:
+    """Fills the history part of one identity type, some identities at a time."""
 
-    def work(tx: Transaction) -> None:
-        job.step(tx, job.progress)
-        look_anew(tx, unit, kind)
+    def __init__(
+        self, store: Store, unit: Unit, history: History, kind: IdentityType, report: Report, cells_max: int
+    ) -> None:
+        self._store = store
+        self._unit = unit
+        self._history = history
+        self._kind = kind
+        self._report = report
+        self._cells_max = cells_max
+        self._started_at_us = store.read(lambda tx: tx.now_us)
+        self._taken_back, self._without = store.read(self._left_out)
+        read = f"{history.source} {','.join(history.dimensions)} {kind.start_us} {self._taken_back}"
+        self._job = Job.begin(store, unit, f"backfill {kind.name}", read)
 
-    store.transact(work, name="look", once=True)
-    return _lacking(store, unit, history, kind)
+    def run(self) -> Backfilled:
+        # Before it is read: what it gains meanwhile is not counted, so it must be called lacking.
+        lacking = self._looked_through()
+        steps = self._set_all()
+        if not self._history.is_fixed:
+            lacking |= self._lacking()
+        for look in range(1, LOOKS_MAX + 1):
+            self._history.must_be_same()
+            is_known = self._end(len(lacking), is_last=look == LOOKS_MAX)
+            if self._job.progress.is_done:
+                break
+            self._leave_out_more()
+            if self._history.is_fixed:
+                lacking = self._looked_through()
+        numbers = self._job.progress.numbers
+        return Backfilled(
+            identity=self._kind.name,
+            orders=numbers.get("orders", 0),
+            cells=numbers.get("cells", 0),
+            steps=steps,
+            lacking=len(lacking),
+            lacking_orders=sorted(lacking)[:SHOWN_MAX],
+            is_behind=not is_known,
+        )
 
+    def _left_out(self, tx: Transaction) -> tuple[int, list[str]]:
+        """Orders of its history that were taken back, and the number that every further one raises."""
+        taken_back = self._unit.stood(tx).state.by_name[self._kind.name].taken_back
+        return taken_back, corrected(tx, self._unit) if taken_back else []
 
-def _lacking(store: Store, unit: Unit, history: History, kind: IdentityType) -> set[str]:
-    """Orders that arrived live, were left to history, and do not count there."""
-    return {each for left in left_to_history(store, unit, kind) for each in history.lacking(kind, left)}
+    def _looked_through(self) -> set[str]:
+        """The orders that history lacks of those left to it so far; whoever leaves one from now on says so."""
+
+        def work(tx: Transaction) -> None:
+            self._job.step(tx, self._job.progress)
+            look_anew(tx, self._unit, self._kind)
+
+        self._store.transact(work, name="look", once=True)
+        return self._lacking()
+
+    def _lacking(self) -> set[str]:
+        """Orders that arrived live, were left to history, and do not count there."""
+        pages = left_to_history(self._store, self._unit, self._kind)
+        return {each for left in pages for each in self._history.lacking(self._kind, left)}
+
+    def _set_all(self) -> int:
+        """Set all identities, from where the last run was; in so many steps."""
+        steps = 0
+        # What is not read to its end is closed here, not whenever Python finds it.
+        with closing(self._history.cells(self._kind, self._job.progress.after, self._without)) as cells:
+            for piece in whole_identities(map(self._filled, cells), self._cells_max):
+                self._step(piece, piece[-1].identity)
+                steps += 1
+                self._report(self._job.progress.numbers["orders"], f"orders by {self._kind.name}")
+        return steps
+
+    def _filled(self, cell: HistoryCell) -> Filled:
+        slice_ = self._unit.slice_of(dict(zip(self._history.dimensions, cell.values, strict=True)))
+        return Filled(cell.identity, slice_, cell.count, cell.from_us, cell.to_us)
+
+    def _step(self, piece: Sequence[Filled], upto: str) -> None:
+        """Set some identities whole."""
+        before = self._job.progress
+        counted = before.adding(orders=sum([each.count for each in piece]), cells=len(piece))
+        progress = Progress(before.source, upto, False, counted)
+
+        def work(tx: Transaction) -> None:
+            self._job.step(tx, progress)
+            must_have_dimensions(tx, self._unit, self._history.dimensions)
+            set_cells(tx, self._unit, self._kind, piece, after=before.after, upto=upto)
+
+        self._store.transact(work, name="backfill", once=True)
+        self._job.stepped(progress)
+
+    def _leave_out_more(self) -> None:
+        """Set the identities anew of which orders were taken back since it began."""
+        taken_back, without = self._store.read(self._left_out)
+        more = sorted(set(without) - set(self._without))
+        identities = self._history.identities_of(self._kind, more) if more else []
+        for at in range(0, len(identities), IDENTITIES_MAX):
+            some = identities[at : at + IDENTITIES_MAX]
+            self._set_again(some, [self._filled(each) for each in self._history.cells_of(self._kind, some, without)])
+        self._taken_back, self._without = taken_back, without
+
+    def _set_again(self, identities: Sequence[str], filled: Sequence[Filled]) -> None:
+        before = self._job.progress
+
+        def work(tx: Transaction) -> Progress:
+            orders, cells = history_part(tx, self._unit, self._kind, identities)
+            more = before.adding(orders=sum(each.count for each in filled) - orders, cells=len(filled) - cells)
+            progress = structs.replace(before, numbers=more)
+            self._job.step(tx, progress)
+            must_have_dimensions(tx, self._unit, self._history.dimensions)
+            set_identities(tx, self._unit, self._kind, identities, filled)
+            return progress
+
+        self._job.stepped(self._store.transact(work, name="backfill", once=True))
+
+    def _end(self, lacking: int, *, is_last: bool) -> bool:
+        """Empty what lies behind the last identity, and say that history is counted, if nobody has taken over.
+
+        False where orders were left to history since it was looked through: then it is said only if nobody can look
+        again, and it is not complete. Where orders of it were taken back, nothing is said.
+        """
+        progress = structs.replace(self._job.progress, is_done=True)
+        goes_on = self._history.is_fixed and not is_last
+
+        def work(tx: Transaction) -> tuple[bool, Progress]:
+            stands = self._unit.stood(tx).state.by_name[self._kind.name]
+            is_changed = stands.taken_back != self._taken_back
+            if is_changed and is_last:
+                raise Conflict("orders of history are being taken back meanwhile", hint="Run it again")
+            if is_changed or (stands.is_behind and goes_on):
+                return False, self._job.progress
+            self._job.step(tx, progress)
+            must_have_dimensions(tx, self._unit, self._history.dimensions)
+            set_cells(tx, self._unit, self._kind, [], after=progress.after, upto=None)
+            _must_be_conserved(tx, self._unit, self._kind, progress.numbers.get("orders", 0))
+            finish(tx, self._unit, self._kind, self._started_at_us, lacking)
+            return not stands.is_behind, progress
+
+        is_known, stepped = self._store.transact(work, name="backfill", once=True)
+        self._job.stepped(stepped)
+        return is_known
 
 
 def _must_be_conserved(tx: Transaction, unit: Unit, kind: IdentityType, orders: int) -> None:

@@ -10,7 +10,7 @@ from msgspec import Struct, structs
 from keyfold.core.errors import BadInput, Conflict
 from keyfold.core.store import Store, Transaction, batch
 from keyfold.core.store.batch import Columns
-from keyfold.core.store.shapes import increment
+from keyfold.core.store.shapes import increment, load
 from keyfold.orders.model import CompletedOrder, IdentityType, Slice, UnitState, micros
 from keyfold.orders.service.unit import Stood, Unit
 from keyfold.orders.tables import NEVER_FROM_US, NEVER_TO_US
@@ -47,6 +47,13 @@ def set_identities(
         wanted = batch.relation(tx, unit.tables.cells, {"identity_value": list(identities)}, "wanted")
         chosen = sa.exists().where(wanted.c.identity_value == unit.tables.cells.c.identity_value)
         _zero(tx, unit, kind, filled, [chosen])
+
+
+def history_part(tx: Transaction, unit: Unit, kind: IdentityType, identities: Sequence[str]) -> tuple[int, int]:
+    """How many orders the history part of identities has, and in how many cells."""
+    keys: Columns = {"identity_type": [kind.type_id] * len(identities), "identity_value": list(identities)}
+    counts = [count for (count,) in load(tx, unit.tables.cells, keys, ("history_count",)).values()]
+    return sum(counts), sum(count != 0 for count in counts)
 
 
 def _put(tx: Transaction, unit: Unit, kind: IdentityType, filled: Sequence[Filled]) -> None:
@@ -136,11 +143,6 @@ def look_anew(tx: Transaction, unit: Unit, kind: IdentityType) -> None:
     known = stood.state.by_name[kind.name]
     # It lacks at least one until somebody has looked to the end: who looks now may be stopped.
     _change(tx, unit, stood, {kind.name: {"is_behind": False, "lacking": max(known.lacking, int(known.is_behind))}})
-
-
-def is_behind(tx: Transaction, unit: Unit, kind: IdentityType) -> bool:
-    """Whether orders were left to history since it was looked through."""
-    return unit.stood(tx).state.by_name[kind.name].is_behind
 
 
 def left_to_history(store: Store, unit: Unit, kind: IdentityType) -> Iterator[list[str]]:

@@ -6,7 +6,7 @@ Everything that could be wrong with it is looked at before anything is written, 
 import hashlib
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,11 +93,18 @@ class History:
         orders = self._orders(kind, None, ())
         return int(orders.filter(orders[CREATED_AT] < self._moment(kind.start_us or 0)).count().execute())
 
-    def cells(self, kind: IdentityType, after: str | None, without: Sequence[str]) -> Iterator[HistoryCell]:
+    def cells(self, kind: IdentityType, after: str | None, without: Sequence[str]) -> Generator[HistoryCell]:
         """The cells of an identity type, of orders created before its start, in the order of the identities."""
+        yield from self._cells(kind, self._orders(kind, after, without))
+
+    def cells_of(self, kind: IdentityType, identities: Sequence[str], without: Sequence[str]) -> Generator[HistoryCell]:
+        """The same of some identities."""
+        orders = self._orders(kind, None, without)
+        yield from self._cells(kind, orders.filter(orders[kind.name].isin(list(identities))))
+
+    def _cells(self, kind: IdentityType, orders: "ir.Table") -> Generator[HistoryCell]:
         import ibis
 
-        orders = self._orders(kind, after, without)
         orders = orders.filter(orders[CREATED_AT] < self._moment(kind.start_us or 0))
         yield from self._streamed(
             orders.group_by([kind.name, *self.dimensions])
@@ -151,6 +158,14 @@ class History:
         orders = self._orders(kind, None, ())
         missing = wanted.anti_join(orders.filter(orders[CREATED_AT] < self._moment(kind.start_us or 0)), ORDER_ID)
         return sorted(missing.to_pyarrow()[ORDER_ID].to_pylist())
+
+    def identities_of(self, kind: IdentityType, order_ids: Sequence[str]) -> list[str]:
+        """Whose the orders are, of those that history has."""
+        import ibis
+
+        wanted = ibis.memtable({ORDER_ID: list(order_ids)}, schema={ORDER_ID: "string"})
+        found = self._orders(kind, None, ()).semi_join(wanted, ORDER_ID).select(kind.name).distinct()
+        return sorted(found.to_pyarrow()[kind.name].to_pylist())
 
     def _orders(self, kind: IdentityType, after: str | None, without: Sequence[str]) -> "ir.Table":
         import ibis

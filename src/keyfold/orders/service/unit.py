@@ -226,7 +226,8 @@ def _register(store: Store, unit: Unit, settings: UnitSettings) -> None:
         if load(tx, unit.tables.state, {"name": [STATE]}, ()):
             return
         start_us = _start_us(unit, settings.start, tx.now_us)
-        types = [IdentityType(name, number, start_us) for number, name in enumerate(settings.identities, 1)]
+        named = enumerate(settings.identities, 1)
+        types = [IdentityType(name, number, start_us, taken_back=0) for number, name in named]
         state = UnitState(types, list(settings.dimensions))
         row: Columns = {
             "name": [STATE],
