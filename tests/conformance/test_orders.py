@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from keyfold.core.clock import ManualClock
 from keyfold.core.errors import BadInput, Conflict, LeaseLost, SettingsWrong, TooLarge
 from keyfold.core.store import Transaction
 from keyfold.orders.model import CompletedOrder, DimensionPending, Identity, Property
-from keyfold.orders.service import reading, sweeping
+from keyfold.orders.service import reading, splitting, sweeping
 from keyfold.orders.service.backfilling import backfill
 from keyfold.orders.service.checking import Check, Checked, check_orders, release
 from keyfold.orders.service.correcting import correct_orders
@@ -629,6 +630,29 @@ def test_a_rerun_follows_a_history_that_was_mended(with_history: Orders, tmp_pat
 
 
 @pytest.mark.spec("ORD-08")
+def test_what_vanished_from_history_is_emptied_in_bounded_steps(
+    with_history: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "h.parquet"
+    every = [order(f"{n}", START - 1, {"phone_id": f"p{n:02}"}) for n in range(60)]
+    with_history.backfill(write_history(path, every), "phone_id")
+    cells = with_history.unit.tables.cells
+    filled = sa.select(sa.func.count()).select_from(cells).where(cells.c.history_count != 0)
+    stands = [60]
+    real = with_history.store.transact
+
+    def transact(work: Any, **more: Any) -> Any:
+        found = real(work, **more)
+        stands.append(with_history.store.read(lambda tx: tx.execute(filled).scalar_one()))
+        return found
+
+    monkeypatch.setattr(with_history.store, "transact", transact)
+    with_history.backfill(write_history(path, [every[7], every[40]]), "phone_id", cells_max=8)
+    assert stands[-1] == 2
+    assert max(before - after for before, after in pairwise(stands)) <= 8
+
+
+@pytest.mark.spec("ORD-08")
 def test_any_ibis_table_will_do_and_one_that_was_mended_is_read_from_its_beginning(tmp_path: Path) -> None:
     import ibis
 
@@ -888,6 +912,36 @@ def test_a_cell_that_history_does_not_explain_stays_and_is_told(with_history: Or
     again = split(with_history.store, with_history.unit, begun, with_history.history(path))
     assert again.is_done
     assert switch(with_history.store, with_history.unit, "city") is None
+    assert with_history.cells() == recount(before, [*DIMENSIONS, "city"], list(ALL))
+
+
+@pytest.mark.spec("ORD-10")
+def test_a_split_reads_a_bounded_part_of_history_for_each_step(
+    with_history: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when it is run again and the only cell that was left is the last of all."""
+    before = [order(f"{n}", START, {"phone_id": f"p{n // 4:02}"}, tariff="t", city="riga") for n in range(120)]
+    with_history.clock.advance(3 * HOUR)
+    with_history.count(*map(without_city, before))
+    read: list[int] = []
+    step = splitting._Splitter._step
+
+    def counted(splitter: Any, job: Any, upto: str, explained: Any) -> Any:
+        read.append(len(explained))
+        return step(splitter, job, upto, explained)
+
+    monkeypatch.setattr(splitting._Splitter, "_step", counted)
+    monkeypatch.setattr(splitting, "ROWS_MAX", 10)
+    path = tmp_path / "h.parquet"
+    done = with_history.add_dimension("city", write_history(path, before[:-1]), cells_max=100)
+    assert sum(each.left for each in done.types) == 1
+    assert max(read) < 10 + 4
+    read.clear()
+    begun = switch(with_history.store, with_history.unit, "city")
+    assert begun is not None
+    write_history(path, before)
+    assert split(with_history.store, with_history.unit, begun, with_history.history(path), cells_max=100).is_done
+    assert sum(read) == 4, "what has no old cell is passed over"
     assert with_history.cells() == recount(before, [*DIMENSIONS, "city"], list(ALL))
 
 

@@ -7,6 +7,7 @@ anywhere and run again at any time, also when history has caught up.
 
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 
 import sqlalchemy as sa
 from msgspec import Struct, structs
@@ -27,6 +28,7 @@ from keyfold.orders.service.filling import (
     set_cells,
     set_identities,
     silent,
+    vanished,
     whole_identities,
 )
 from keyfold.orders.service.history import History, HistoryCell
@@ -103,6 +105,7 @@ class _Filler:
         steps = self._set_all()
         if not self._history.is_fixed:
             lacking |= self._lacking()
+        self._empty([], None)
         for look in range(1, LOOKS_MAX + 1):
             self._history.must_be_same()
             is_known = self._end(len(lacking), is_last=look == LOOKS_MAX)
@@ -157,8 +160,24 @@ class _Filler:
         slice_ = self._unit.slice_of(dict(zip(self._history.dimensions, cell.values, strict=True)))
         return Filled(cell.identity, slice_, cell.count, cell.from_us, cell.to_us)
 
+    def _empty(self, there: Sequence[str], upto: str | None) -> None:
+        """Of identities that vanished from history, leave no more than one transaction can pass."""
+
+        def gone(tx: Transaction) -> list[str]:
+            after, limit = self._job.progress.after, self._cells_max
+            return vanished(tx, self._unit, self._kind, there, after=after, upto=upto, limit=limit)
+
+        def work(tx: Transaction, identities: Sequence[str]) -> None:
+            self._job.step(tx, self._job.progress)
+            must_have_dimensions(tx, self._unit, self._history.dimensions)
+            set_identities(tx, self._unit, self._kind, identities, [])
+
+        while len(found := self._store.read(gone)) == self._cells_max:
+            self._store.transact(partial(work, identities=found), name="backfill", once=True)
+
     def _step(self, piece: Sequence[Filled], upto: str) -> None:
         """Set some identities whole."""
+        self._empty(list(dict.fromkeys(each.identity for each in piece)), upto)
         before = self._job.progress
         counted = before.adding(orders=sum([each.count for each in piece]), cells=len(piece))
         progress = Progress(before.source, upto, False, counted)

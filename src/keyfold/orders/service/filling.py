@@ -33,9 +33,32 @@ def set_cells(
 ) -> None:
     """Set the history part of every cell of the identities behind `after` up to `upto`; what is not given is zero."""
     _put(tx, unit, kind, filled)
-    value = unit.tables.cells.c.identity_value
-    bounds = [*([value > after] if after is not None else []), *([value <= upto] if upto is not None else [])]
-    _zero(tx, unit, kind, filled, bounds)
+    _zero(tx, unit, kind, filled, _within(unit.tables.cells.c.identity_value, after, upto))
+
+
+def vanished(
+    tx: Transaction,
+    unit: Unit,
+    kind: IdentityType,
+    there: Sequence[str],
+    *,
+    after: str | None,
+    upto: str | None,
+    limit: int,
+) -> list[str]:
+    """The next identities behind `after` up to `upto` with a history part that are not there any more."""
+    cells = unit.tables.cells
+    value = cells.c.identity_value
+    gone = sa.select(value).distinct().where(cells.c.identity_type == kind.type_id, cells.c.history_count != 0)
+    gone = gone.where(*_within(value, after, upto))
+    if there:
+        given = batch.relation(tx, cells, {"identity_value": list(there)}, "given")
+        gone = gone.where(~sa.exists().where(given.c.identity_value == value))
+    return list(tx.execute(gone.order_by(value).limit(limit)).scalars())
+
+
+def _within(value: sa.Column[str], after: str | None, upto: str | None) -> list[sa.ColumnElement[bool]]:
+    return [*([value > after] if after is not None else []), *([value <= upto] if upto is not None else [])]
 
 
 def set_identities(
