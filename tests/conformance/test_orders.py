@@ -168,6 +168,44 @@ def test_orders_created_before_the_start_are_left_to_the_backfill_and_kept(with_
     assert marked == ["live"], "an order that did not count is not marked"
 
 
+@pytest.mark.spec("ORD-05", "ORD-07")
+def test_another_order_under_the_id_of_one_on_the_other_side_of_the_start_is_a_conflict(
+    with_history: Orders, tmp_path: Path
+) -> None:
+    with_history.clock.advance(3 * HOUR)
+    early, late = order("x", START - 1, tariff="a"), order("x", START, tariff="a")
+    partly = order("y", START, {"phone_id": "p1"})
+    assert with_history.count(early, partly) == ["before_start", "accepted"]
+    with_history.backfill(write_history(tmp_path / "h.parquet", [early]), "phone_id")
+    assert with_history.count(late, late, early) == ["conflict", "conflict", "conflict"]
+    assert with_history.count(early) == ["before_start"]
+    assert with_history.count(order("x", START - 2, tariff="a")) == ["conflict"], "two that are left are told apart too"
+    assert with_history.total("phone_id", "p1") == 2
+    assert with_history.count(order("y", START - 1, {"phone_id": "p1"})) == ["conflict"]
+    assert is_complete(with_history), "nothing was left to history by a conflict"
+    assert with_history.count(order("z", START - 1), order("z", START)) == ["before_start", "conflict"]
+
+
+@pytest.mark.spec("ORD-05", "ORD-07")
+def test_two_orders_under_one_id_on_both_sides_of_the_start_at_once_have_one_effect(with_history: Orders) -> None:
+    with_history.clock.advance(3 * HOUR)
+    sides = [START - 1, START]
+    statuses: dict[str, list[str]] = {}
+
+    def work(number: int) -> None:
+        for turn in range(10):
+            (status,) = with_history.count(order(f"o{turn}", sides[(number + turn) % 2]))
+            statuses.setdefault(f"o{turn}", []).append(status)
+
+    four_at_once(work)
+    for found in statuses.values():
+        assert sorted(found) in (
+            ["before_start", "before_start", "conflict", "conflict"],
+            ["accepted", "conflict", "conflict", "duplicate"],
+        )
+    assert with_history.total("phone_id", "p1") == sum("accepted" in each for each in statuses.values())
+
+
 @pytest.mark.spec("ORD-07")
 def test_a_start_must_lie_ahead_of_now_and_cannot_change(store_url: str) -> None:
     with pytest.raises(SettingsWrong, match="ahead of now"), opened(store_url, start=iso(NOW + 60)):

@@ -168,6 +168,7 @@ class Book:
         self.counted: dict[str, CompletedOrder] = {}
         self.corrected: set[str] = set()
         self.kept: set[tuple[str, str]] = set()
+        self.left: dict[str, CompletedOrder] = {}  # to history, by some of its identities at least
         self.broken: list[str] = []
 
     # What happens -----------------------------------------------------------------------------------------------------
@@ -180,8 +181,9 @@ class Book:
                 self.broken.append(f"{_law(right)}: {order.order_id} is said to be {status}, it is {right}")
             if status == "late":
                 self.kept.add((order.order_id, "late"))
-            elif len(self.live(order)) < len(order.identities):
+            elif status != "conflict" and len(self.live(order)) < len(order.identities):
                 self.kept.add((order.order_id, "before_start"))
+                self.left.setdefault(order.order_id, order)
             if status == "accepted":
                 self.counted.setdefault(order.order_id, order)
                 self._with_city |= {order.order_id} if self.has_switched else set()
@@ -323,14 +325,14 @@ class Book:
         return broken
 
     def _right(self, order: CompletedOrder, now_us: int) -> str:
-        known = self.counted.get(order.order_id)
+        known = self.counted.get(order.order_id, self.left.get(order.order_id, order))
         if micros(order.created_at) < self._late_before(now_us):
             return "late"
+        if known != order:
+            return "conflict"
         if not self.live(order):
             return "before_start"
-        if known is None:
-            return "accepted"
-        return "duplicate" if known == order else "conflict"
+        return "duplicate" if order.order_id in self.counted else "accepted"
 
     def _late_before(self, now_us: int) -> int:
         return max(self._watermark, now_us - self._dedupe_us)
