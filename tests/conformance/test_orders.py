@@ -894,6 +894,33 @@ def test_history_takes_the_brand_from_the_application_and_stops_at_one_that_has_
         }
 
 
+@pytest.mark.spec("ORD-02", "ORD-08", "ORD-11")
+def test_a_hook_on_the_application_gives_the_same_brand_live_and_in_history(tmp_path: Path) -> None:
+    hooks = tmp_path / "hooks_of_applications.py"
+    hooks.write_text(
+        "import msgspec\n"
+        "from keyfold.orders.hooks import completed, history\n"
+        "@completed\n"
+        "def lower(order):\n"
+        "    given = {name: value.lower() for name, value in order.properties.items()}\n"
+        "    return msgspec.structs.replace(order, properties=given)\n"
+        "@history\n"
+        "def lower_history(table):\n"
+        "    return table.mutate(application=table.application.lower())\n"
+    )
+    brands = {"android": "yataxi"}
+    url = f"sqlite:///{tmp_path / 'x.db'}"
+    with opened(url, start=iso(START), application_brands=brands, hooks=str(hooks)) as orders:
+        orders.clock.advance(3 * HOUR)
+        orders.count(order("live", START, application="Android"))
+        path = write_history(tmp_path / "h.parquet", [order("early", START - 1, application="ANDROID")])
+        orders.backfill(path, "phone_id")
+        assert orders.total("phone_id", "p1", brand="yataxi") == 2
+        write_history(path, [order("early", START - 1, application="NEW")])
+        with pytest.raises(BadInput, match="1 applications have no brand: new"):
+            orders.backfill(path, "phone_id")
+
+
 # A new dimension --------------------------------------------------------------------------------------------------
 
 

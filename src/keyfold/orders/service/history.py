@@ -288,8 +288,6 @@ def _parquet(paths: Sequence[Path], megabytes_max: int) -> "ir.Table":
 
 def _named(unit: Unit, table: "ir.Table", names: Names) -> "ir.Table":
     """The columns under our names; all that are missing are told at once."""
-    import ibis
-
     identities, dimensions, columns = names.identities, names.dimensions, names.columns
     brands = unit.settings.application_brands
     by_application = BRAND in dimensions and bool(brands)
@@ -331,11 +329,28 @@ def _named(unit: Unit, table: "ir.Table", names: Names) -> "ir.Table":
             found[name] = found[name].cast("string").nullif("")
             if name != APPLICATION:
                 found[name] = found[name].fill_null(UNKNOWN)
-    named = table.select(**found)
-    if by_application:
-        brand = named[APPLICATION].cases(*brands.items(), else_=UNKNOWN)
-        named = named.mutate(**{BRAND: ibis.coalesce(brand, ibis.literal(UNKNOWN))})
-    return unit.hooks.history(named) if unit.hooks.history is not None else named
+    named = _hooked(unit, table.select(**found))
+    # Behind the hook, as of live orders: it may be what makes an application one that has a brand.
+    return _branded(named, brands) if by_application else named
+
+
+def _hooked(unit: Unit, named: "ir.Table") -> "ir.Table":
+    """The table as the hook of the unit wants it counted, with all the columns that it was given."""
+    if unit.hooks.history is None:
+        return named
+    hooked = unit.hooks.history(named)
+    if lost := sorted(set(named.columns) - set(hooked.columns)):
+        raise BadInput(f"the hook of history has dropped columns: {', '.join(lost)}", place="history")
+    return hooked
+
+
+def _branded(named: "ir.Table", brands: Mapping[str, str]) -> "ir.Table":
+    """With the brand of the application; without one, the brand that a hook has given, or none is known."""
+    import ibis
+
+    given = named[BRAND] if BRAND in named.columns else ibis.null("string")
+    brand = named[APPLICATION].cases(*brands.items(), else_=None)
+    return named.mutate(**{BRAND: ibis.coalesce(brand, given, ibis.literal(UNKNOWN))})
 
 
 def _with_zone(moment: Any) -> Any:
