@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import sqlalchemy as sa
 
@@ -1339,6 +1341,45 @@ def test_what_was_called_unknown_explains_no_cell_of_the_next_dimension(with_his
     assert take_back(with_history, "z") == ["corrected"]
     assert take_back(with_history, "x") == ["corrected"]
     assert not with_history.cells()
+
+
+@pytest.mark.spec("ORD-02", "ORD-08", "ORD-10")
+def test_no_name_of_a_dimension_or_an_identity_meets_a_column_of_our_own(tmp_path: Path) -> None:
+    names = ["count", "from_us", "to_us", "is_live", "times", "single", "identity"]
+    given = {"identities": ["to_us", "times"], "dimensions": ["from_us", "is_live"], "start": iso(START)}
+    identities = {"to_us": "a", "times": "b"}
+    sent = [
+        order(f"{n}", START + (n - 2) * HOUR, identities, from_us="f", is_live="l", count=f"c{n % 2}") for n in range(4)
+    ]
+    columns: dict[str, Any] = {each: [{**one.identities, **one.properties}.get(each) for one in sent] for each in names}
+    columns |= {"id": [each.order_id for each in sent], "created_proc": [each.created_at for each in sent]}
+    path = tmp_path / "h.parquet"
+    pq.write_table(pa.table(columns), path)
+    with opened(
+        f"sqlite:///{tmp_path / 'x.db'}", **given, limits__transaction_seconds_max=1, limits__lock_seconds_max=1
+    ) as orders:
+        orders.clock.advance(4 * HOUR)
+        bare = [{k: v for k, v in each.properties.items() if k != "count"} for each in sent]
+        orders.count(*[msgspec.structs.replace(one, properties=said) for one, said in zip(sent, bare, strict=True)])
+        orders.backfill(path)
+        assert orders.add_dimension("count", path).is_done
+        assert orders.cells() == recount(sent, ["from_us", "is_live", "count"], ["to_us", "times"])
+
+
+@pytest.mark.spec("ORD-02", "ORD-10")
+@pytest.mark.parametrize("name", ["order_id", "Created_At", "_keyfold_count", "Tariff", "PHONE_ID"])
+def test_a_name_that_history_has_for_something_else_is_refused_before_anything_changes(
+    sqlite_orders: Orders, name: str
+) -> None:
+    before = sqlite_orders.store.read(sqlite_orders.unit.stood)
+    with pytest.raises(BadInput):
+        switch(sqlite_orders.store, sqlite_orders.unit, name)
+    with pytest.raises(BadInput):
+        add_identity(sqlite_orders.store, sqlite_orders.unit, name)
+    assert sqlite_orders.store.read(sqlite_orders.unit.stood) == before
+    for more in ({"identities": ["phone_id", name]}, {"dimensions": ["tariff", "phone_id", name]}):
+        with pytest.raises(SettingsWrong, match=r"(identities|dimensions): "), opened("sqlite://", **more):
+            pass
 
 
 @pytest.mark.spec("ORD-10")

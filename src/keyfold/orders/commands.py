@@ -455,7 +455,10 @@ def _must_have_column(unit: "Unit", state: Any, where: str, name: str, column: s
     """History is looked at before live counting is switched: a mistyped column must change nothing."""
     from keyfold.orders.service.history import names_of
     from keyfold.orders.service.history import opened as history_of
+    from keyfold.orders.settings import why_not_name
 
+    if why := why_not_name(name, [*state.by_name, *state.dimensions]):
+        raise BadInput(why)
     columns = {**state.columns, **({name: column} if column else {})}
     after = msgspec.structs.replace(state, dimensions=[*state.dimensions, name], columns=columns)
     history_of(unit, where, names_of(unit, after)).must_be_sound()

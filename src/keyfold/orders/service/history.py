@@ -19,11 +19,14 @@ from keyfold.core.errors import BadInput, Conflict
 from keyfold.core.times import iso
 from keyfold.orders.model import APPLICATION, BRAND, UNKNOWN, IdentityType, UnitState
 from keyfold.orders.service.unit import Unit
+from keyfold.orders.settings import OWN_PREFIX
 
 if TYPE_CHECKING:
     import ibis.expr.types as ir
 
 ORDER_ID, CREATED_AT = "order_id", "created_at"
+# Columns of our own beside those of users, whose names cannot begin like this.
+COUNT, FROM, TO, SINGLE, LIVE = (f"{OWN_PREFIX}{name}" for name in ("count", "from", "to", "single", "is_live"))
 TEXT_MAX = 200
 SHOWN_MAX = 10
 BATCH_ROWS = 50_000
@@ -108,8 +111,8 @@ class History:
         orders = orders.filter(orders[CREATED_AT] < self._moment(kind.start_us or 0))
         yield from self._streamed(
             orders.group_by([kind.name, *self.dimensions])
-            .agg(count=orders.count(), from_us=orders[CREATED_AT].min(), to_us=orders[CREATED_AT].max())
-            .mutate(order_id=ibis.literal(""), is_live=ibis.literal(False))
+            .agg(**_counted(orders))
+            .mutate(**{SINGLE: ibis.literal(""), LIVE: ibis.literal(False)})
             .order_by(kind.name),
             kind.name,
         )
@@ -127,24 +130,15 @@ class History:
         is_live: Any = ibis.literal(True)
         if kind.start_us is not None:
             is_live = orders[CREATED_AT] >= self._moment(kind.start_us)
-        orders = orders.mutate(is_live=is_live)
+        orders = orders.mutate(**{LIVE: is_live})
         edge = self._moment(single_from_us)
-        old = orders.filter(~((orders[CREATED_AT] >= edge) & orders.is_live))
-        new = orders.filter((orders[CREATED_AT] >= edge) & orders.is_live)
-        names = [kind.name, *self.dimensions, "is_live"]
-        together = (
-            old.group_by(names)
-            .agg(count=old.count(), from_us=old[CREATED_AT].min(), to_us=old[CREATED_AT].max())
-            .mutate(order_id=ibis.literal(""))
-        )
-        single = new.select(
-            *names,
-            count=ibis.literal(1, "int64"),
-            from_us=new[CREATED_AT],
-            to_us=new[CREATED_AT],
-            order_id=new[ORDER_ID],
-        )
-        columns = [*names, "count", "from_us", "to_us", "order_id"]
+        old = orders.filter(~((orders[CREATED_AT] >= edge) & orders[LIVE]))
+        new = orders.filter((orders[CREATED_AT] >= edge) & orders[LIVE])
+        names = [kind.name, *self.dimensions, LIVE]
+        together = old.group_by(names).agg(**_counted(old)).mutate(**{SINGLE: ibis.literal("")})
+        one = {COUNT: ibis.literal(1, "int64"), FROM: new[CREATED_AT], TO: new[CREATED_AT], SINGLE: new[ORDER_ID]}
+        single = new.select(*names, **one)
+        columns = [*names, COUNT, FROM, TO, SINGLE]
         every = together.select(*columns).union(single.select(*columns))
         yield from self._streamed(every.order_by(kind.name), kind.name)
 
@@ -199,16 +193,16 @@ class History:
                 )
                 moments = [
                     rows[name].cast(pa.timestamp("us", tz=rows[name].type.tz), safe=False).cast(pa.int64()).to_pylist()
-                    for name in ("from_us", "to_us")
+                    for name in (FROM, TO)
                 ]
                 yield from map(
                     HistoryCell,
                     rows[identity].to_pylist(),
                     values,
-                    rows["count"].to_pylist(),
+                    rows[COUNT].to_pylist(),
                     *moments,
-                    rows["order_id"].to_pylist(),
-                    rows["is_live"].to_pylist(),
+                    rows[SINGLE].to_pylist(),
+                    rows[LIVE].to_pylist(),
                 )
 
     def _not_there(self) -> Iterator[str]:
@@ -241,6 +235,11 @@ class History:
         for name in (ORDER_ID, *self.identities, *self.dimensions):
             if count := int((self._table[name].length() > TEXT_MAX).sum().fill_null(0).execute()):
                 yield f"{count} values of {name} are longer than {TEXT_MAX} characters"
+
+
+def _counted(orders: "ir.Table") -> dict[str, Any]:
+    created_at = orders[CREATED_AT]
+    return {COUNT: orders.count(), FROM: created_at.min(), TO: created_at.max()}
 
 
 def opened(unit: Unit, where: "str | ir.Table", names: Names, source: str = "") -> History:

@@ -25,6 +25,7 @@ from keyfold.orders.service.history import History, HistoryCell
 from keyfold.orders.service.jobs import Job, Progress, progress_of
 from keyfold.orders.service.reading import PARTS
 from keyfold.orders.service.unit import DAY_US, Unit
+from keyfold.orders.settings import why_not_name
 from keyfold.orders.tables import NEVER_FROM_US, NEVER_TO_US
 
 CELLS_MAX = 2_000  # in one transaction
@@ -83,8 +84,8 @@ def switch(store: Store, unit: Unit, dimension: str, column: str | None = None) 
         must_not_be_splitting(state)
         if dimension in state.dimensions:
             return None
-        if any(each.name == dimension for each in state.identities):
-            raise BadInput(f"{dimension!r} is an identity type")
+        if why := why_not_name(dimension, [*state.by_name, *state.dimensions]):
+            raise BadInput(why)
         _must_be_filled(state)
         _must_not_be_filling(tx, unit)
         # Marks go a day behind the watermark: every order from then on that is counted live has one.
