@@ -858,6 +858,8 @@ def test_a_new_identity_type_has_its_own_start_and_its_backfill_touches_nothing_
             "1 orders stand there more than once: 1",
         ),
         ([order("1", START - 1, {"phone_id": "x" * 201})], [], "longer than 200"),
+        ([order("1", START - 1, {"phone_id": "x\0y"})], [], "1 values of phone_id have a NUL"),
+        ([order("1", START - 1, tariff="\0")], [], "1 values of tariff have a NUL"),
     ],
 )
 @pytest.mark.spec("ORD-08")
@@ -871,6 +873,19 @@ def test_a_wrong_history_is_refused_and_nothing_changes(
         assert not orders.cells()
         with pytest.raises(BadInput, match="there are no files"):
             orders.backfill(tmp_path / "nothing.parquet")
+
+
+@pytest.mark.spec("ORD-08", "CORE-13")
+def test_text_that_is_no_time_is_told_with_its_column_before_anything_is_written(tmp_path: Path) -> None:
+    path = write_history(tmp_path / "h.parquet", [order(f"{n}", START - 1) for n in range(3)])
+    times = pa.array(["2023-11-14T20:00:00Z", "yesterday", "2023-11-14 25:00:00"])
+    at = pq.read_schema(path).get_field_index("created_proc")
+    pq.write_table(pq.read_table(path).set_column(at, "created_proc", times), path)
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        told = r"2 values of created_proc are no times: '.*'; write 2026-11-15T20:30:00Z"
+        with pytest.raises(BadInput, match=told):
+            orders.backfill(path)
+        assert not orders.cells()
 
 
 @pytest.mark.spec("ORD-11", "ORD-08")

@@ -75,11 +75,13 @@ class History:
         self.dimensions = names.dimensions
         self.identities = names.identities
         self.source = f"{source} {_read_by(unit, names)}"
+        self._given = table
+        self._time_column = names.columns.get(CREATED_AT, CREATED_AT)
         self._table = _named(unit, table, names)
 
     def must_be_sound(self) -> None:
         """Refuse a table that cannot be counted exactly, with everything that is wrong with it."""
-        wrong = [*self._not_there(), *self._twice(), *self._unmapped(), *self._too_long()]
+        wrong = [*self._not_times(), *self._not_there(), *self._twice(), *self._unmapped(), *self._not_to_keep()]
         if wrong:
             raise BadInput("; ".join(wrong), place="history")
 
@@ -205,6 +207,15 @@ class History:
                     rows[LIVE].to_pylist(),
                 )
 
+    def _not_times(self) -> Iterator[str]:
+        text = _column(self._given, self._time_column)
+        if not text.type().is_string():
+            return
+        wrong = self._given.filter(text.notnull() & _time_of(text).isnull()).select(text=text)
+        if count := int(wrong.count().execute()):
+            shown = wrong.limit(1).to_pyarrow()["text"][0].as_py()
+            yield f"{count} values of {self._time_column} are no times: {shown[:50]!r}; write 2026-11-15T20:30:00Z"
+
     def _not_there(self) -> Iterator[str]:
         for name in (ORDER_ID, CREATED_AT):
             if count := int(self._table[name].isnull().sum().fill_null(0).execute()):
@@ -231,10 +242,16 @@ class History:
             shown = ", ".join(missing[:SHOWN_MAX]) + ", …" * (len(missing) > SHOWN_MAX)
             yield f"{len(missing)} applications have no brand: {shown}"
 
-    def _too_long(self) -> Iterator[str]:
+    def _not_to_keep(self) -> Iterator[str]:
+        """Values that no store takes: some would take a NUL, and fail in the middle."""
+        # PostgreSQL has no text with a NUL, and its regular expressions know none.
+        has_nul = self._table.get_backend().name != "postgres"
         for name in (ORDER_ID, *self.identities, *self.dimensions):
-            if count := int((self._table[name].length() > TEXT_MAX).sum().fill_null(0).execute()):
+            value = self._table[name]
+            if count := int((value.length() > TEXT_MAX).sum().fill_null(0).execute()):
                 yield f"{count} values of {name} are longer than {TEXT_MAX} characters"
+            if has_nul and (count := int(value.re_search(r"\x00").sum().fill_null(0).execute())):
+                yield f"{count} values of {name} have a NUL"
 
 
 def _counted(orders: "ir.Table") -> dict[str, Any]:
@@ -314,7 +331,7 @@ def _named(unit: Unit, table: "ir.Table", names: Names) -> "ir.Table":
         )
     moment = found[CREATED_AT]
     if moment.type().is_string():
-        found[CREATED_AT] = _with_zone(moment).cast("timestamp('UTC')")
+        found[CREATED_AT] = _time_of(moment)
     elif not moment.type().is_timestamp():
         raise BadInput(f"{columns.get(CREATED_AT, CREATED_AT)} must be a timestamp", place="history")
     for name, column in found.items():
@@ -352,9 +369,16 @@ def _branded(named: "ir.Table", brands: Mapping[str, str]) -> "ir.Table":
     return named.mutate(**{BRAND: ibis.coalesce(brand, given, ibis.literal(UNKNOWN))})
 
 
-def _with_zone(moment: Any) -> Any:
-    """Text that names no zone is taken as UTC, not in the zone that the connection is set to."""
-    return moment.re_search(_ZONE).ifelse(moment, moment + "Z")
+def _time_of(text: Any) -> Any:
+    """The time that text tells, null where it tells none and the engine can say so.
+
+    Text that names no zone is taken as UTC, not in the zone that the connection is set to.
+    """
+    from ibis.expr import operations
+
+    with_zone = text.re_search(_ZONE).ifelse(text, text + "Z")
+    can_try = text.get_backend().has_operation(operations.TryCast)
+    return (with_zone.try_cast if can_try else with_zone.cast)("timestamp('UTC')")
 
 
 _ZONE = r"\d:\d\d(:\d\d(\.\d+)?)?\s*([Zz]|[+-]\d\d(:?\d\d)?)$"  # behind a time of the day, or a date would end in one
