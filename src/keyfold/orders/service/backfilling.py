@@ -163,9 +163,10 @@ class _Filler:
     def _empty(self, there: Sequence[str], upto: str | None) -> None:
         """Of identities that vanished from history, leave no more than one transaction can pass."""
 
+        after = self._job.progress.after
+
         def gone(tx: Transaction) -> list[str]:
-            after, limit = self._job.progress.after, self._cells_max
-            return vanished(tx, self._unit, self._kind, there, after=after, upto=upto, limit=limit)
+            return vanished(tx, self._unit, self._kind, there, after=after, upto=upto, limit=self._cells_max)
 
         def work(tx: Transaction, identities: Sequence[str]) -> None:
             self._job.step(tx, self._job.progress)
@@ -174,6 +175,7 @@ class _Filler:
 
         while len(found := self._store.read(gone)) == self._cells_max:
             self._store.transact(partial(work, identities=found), name="backfill", once=True)
+            after = found[-1]
 
     def _step(self, piece: Sequence[Filled], upto: str) -> None:
         """Set some identities whole."""
