@@ -103,8 +103,8 @@ def token_for(store_url: str, scopes: Sequence[str] = tuple(SCOPES), **grants: S
 
 @contextmanager
 def serving(directory: Path, environ: Mapping[str, str] = {}) -> Iterator[Served]:
-    """A server for many tests, with its store in `directory`; its `token` may do everything."""
-    url = f"sqlite:///{directory / 'keyfold.db'}"
+    """A server for many tests, with its store in `directory` unless another is named; its `token` may do everything."""
+    url = environ.get("KEYFOLD_STORE_URL", f"sqlite:///{directory / 'keyfold.db'}")
     command = [*KEYFOLD, "serve", "--port", "0"]
     served = Served(command, directory, {**LOGS, **QUIET_LIMITS, "KEYFOLD_STORE_URL": url, **environ})
     try:

@@ -204,6 +204,34 @@ def test_the_metrics_tell_what_became_of_orders(served: Served) -> None:
     assert 'keyfold_orders_total{status="late",unit="rides"}' in metrics
 
 
+@pytest.mark.spec("ORD-03", "ORD-04", "ORD-07", "ORD-14", "ORD-16", "CORE-01")
+def test_on_a_server_store_orders_are_counted_read_checked_and_taken_back(
+    tmp_path: Path, postgres_url: str, in_process: Run
+) -> None:
+    (tmp_path / "keyfold.toml").write_text(f'[orders.units.rides]\n[orders.units.later]\nstart = "{now(7200)}"\n')
+    assert in_process("store", "upgrade", KEYFOLD_STORE_URL=postgres_url, **LOGS).returncode == 0
+    with serving(tmp_path, {"KEYFOLD_STORE_URL": postgres_url}) as served:
+        both = {"phone_id": "12345", "yandex_uid": "67890"}
+        values = {"brand": "yataxi", "tariff": "econom"}
+        sent = [completed(f"a{n}", both, **values, payment_method_type="cash") for n in range(5)]
+        sent += [completed(f"b{n}", both, **values, payment_method_type="card") for n in range(10)]
+        assert send(served, *sent)["accepted"] == 15
+        assert send(served, *sent)["duplicates"] == 15
+        # The first is read by a lane, and those that follow by the event loop itself.
+        for _ in range(20):
+            assert ask(served, "/v1/orders", ASKED).json() == ANSWERED
+        check = {"identities": ASKED["identities"], "fewer_than": 16, "reserve": {"order_id": "c", "seconds": 60}}
+        assert ask(served, "/v1/orders/check", check).json()["allowed"] is True
+        assert ask(served, "/v1/orders/check", {**check, "fewer_than": 15}).json()["allowed"] is False
+        taken = ask(served, "/v1/orders/corrections", {"order_ids": ["a0"], "reason": "refund"}).json()["orders"]
+        assert [each["status"] for each in taken] == ["corrected"]
+        for each in ask(served, "/v1/orders", ASKED).json()["data"]:
+            assert [one["counter_value"] for one in each["data"]] == [10, 4]
+        assert send(served, completed("early", {"phone_id": "1"}), unit="later")["before_start"] == 1
+        metrics = served.call("GET", "/metrics", served.token).text
+        assert 'keyfold_orders_left_to_history_total{unit="later"} 1.0' in metrics
+
+
 # Commands ---------------------------------------------------------------------------------------------------------
 
 

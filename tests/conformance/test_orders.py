@@ -2,21 +2,26 @@
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import sqlalchemy as sa
 
 from keyfold.core import audit, deadletters
 from keyfold.core.clock import ManualClock
 from keyfold.core.errors import BadInput, Conflict, LeaseLost, SettingsWrong, TooLarge
+from keyfold.core.relay import Relay
 from keyfold.core.store import Transaction
 from keyfold.orders.model import CompletedOrder, DimensionPending, Identity, Property
-from keyfold.orders.service import reading, sweeping
+from keyfold.orders.service import reading, splitting, sweeping
 from keyfold.orders.service.backfilling import backfill
 from keyfold.orders.service.checking import Check, Checked, check_orders, release
 from keyfold.orders.service.correcting import correct_orders
@@ -25,11 +30,13 @@ from keyfold.orders.service.history import opened as history_of
 from keyfold.orders.service.identities import add_identity
 from keyfold.orders.service.importing import import_documents
 from keyfold.orders.service.keeping import kept_orders, redrive
+from keyfold.orders.service.lagging import Lag
 from keyfold.orders.service.reading import Query, evidence_of
 from keyfold.orders.service.splitting import split, switch
 from keyfold.orders.service.unit import Unit, Units
 from keyfold.orders.worker import Sweep
 from tests.orders import DAY, HOUR, NOW, START, Orders, iso, opened, order, recount, write_history
+from tests.product import message, put, relay_all
 
 DIMENSIONS = ["tariff", "brand", "payment_method_type"]
 ALL = {"phone_id": "p1", "yandex_uid": "u1", "card_id": "c1", "device_id": "d1"}
@@ -164,6 +171,44 @@ def test_orders_created_before_the_start_are_left_to_the_backfill_and_kept(with_
     marks = with_history.unit.tables.marks
     marked = with_history.store.read(lambda tx: tx.execute(sa.select(marks.c.order_id)).scalars().all())
     assert marked == ["live"], "an order that did not count is not marked"
+
+
+@pytest.mark.spec("ORD-05", "ORD-07")
+def test_another_order_under_the_id_of_one_on_the_other_side_of_the_start_is_a_conflict(
+    with_history: Orders, tmp_path: Path
+) -> None:
+    with_history.clock.advance(3 * HOUR)
+    early, late = order("x", START - 1, tariff="a"), order("x", START, tariff="a")
+    partly = order("y", START, {"phone_id": "p1"})
+    assert with_history.count(early, partly) == ["before_start", "accepted"]
+    with_history.backfill(write_history(tmp_path / "h.parquet", [early]), "phone_id")
+    assert with_history.count(late, late, early) == ["conflict", "conflict", "conflict"]
+    assert with_history.count(early) == ["before_start"]
+    assert with_history.count(order("x", START - 2, tariff="a")) == ["conflict"], "two that are left are told apart too"
+    assert with_history.total("phone_id", "p1") == 2
+    assert with_history.count(order("y", START - 1, {"phone_id": "p1"})) == ["conflict"]
+    assert is_complete(with_history), "nothing was left to history by a conflict"
+    assert with_history.count(order("z", START - 1), order("z", START)) == ["before_start", "conflict"]
+
+
+@pytest.mark.spec("ORD-05", "ORD-07")
+def test_two_orders_under_one_id_on_both_sides_of_the_start_at_once_have_one_effect(with_history: Orders) -> None:
+    with_history.clock.advance(3 * HOUR)
+    sides = [START - 1, START]
+    statuses: dict[str, list[str]] = {}
+
+    def work(number: int) -> None:
+        for turn in range(10):
+            (status,) = with_history.count(order(f"o{turn}", sides[(number + turn) % 2]))
+            statuses.setdefault(f"o{turn}", []).append(status)
+
+    four_at_once(work)
+    for found in statuses.values():
+        assert sorted(found) in (
+            ["before_start", "before_start", "conflict", "conflict"],
+            ["accepted", "conflict", "conflict", "duplicate"],
+        )
+    assert with_history.total("phone_id", "p1") == sum("accepted" in each for each in statuses.values())
 
 
 @pytest.mark.spec("ORD-07")
@@ -360,13 +405,9 @@ def test_a_read_touches_the_index_alone_whatever_was_counted(orders: Orders) -> 
         orders.count(
             *[order(f"{n}", NOW, {"phone_id": f"p{n % 40}"}, tariff=f"t{n % 3}") for n in range(start, start + 100)]
         )
-    cells = orders.unit.tables.cells.name
-    wanted = (
-        f"SELECT slice_id, live_count, history_count FROM {cells} WHERE identity_type = 1 AND identity_value = 'p1'"
-    )
-
-    found = _plan(orders, wanted)
-    assert ("SEARCH" in found and "PRIMARY KEY" in found) or "Index Only Scan" in found, found
+    for asked in (1, 3, 20):
+        for found in _plans(orders, Query([Identity("phone_id", f"p{n}") for n in range(asked)])):
+            assert ("SEARCH" in found and "PRIMARY KEY" in found) or "Index Only Scan" in found, found
     assert orders.total("phone_id", "p1") == 10
     assert len(orders.cells()) == 120, "as many rows as there are cells, however many orders"
 
@@ -419,17 +460,34 @@ def _looked_up(orders: Orders, query: Query) -> list[reading.IdentityData] | Non
     return answered(orders.store.read(lambda tx: tx.rows(few.sql, few.parameters)))
 
 
-def _plan(orders: Orders, wanted: str) -> str:
-    """How the database finds it; PostgreSQL would rather scan a table that is as small as this one."""
-    if orders.store.is_sqlite:
-        return orders.store.read(lambda tx: str(tx.rows(f"EXPLAIN QUERY PLAN {wanted}")))
+def _plans(orders: Orders, query: Query) -> list[str]:
+    """How the database finds what is read, by the statements that are sent for it.
 
-    def look(tx: Transaction) -> str:
-        tx.driver("SET LOCAL enable_seqscan = off")
-        tx.driver("SET LOCAL enable_bitmapscan = off")
-        return str(tx.rows(f"EXPLAIN {wanted}"))
+    PostgreSQL would rather scan a table that is as small as this one.
+    """
+    sent: list[tuple[str, Any]] = []
 
-    return orders.store.transact(look)
+    def listen(tx: Transaction) -> None:
+        rows = tx.rows
+
+        def heard(sql: str, parameters: Any = None) -> Any:
+            sent.append((sql, parameters))
+            return rows(sql, parameters)
+
+        tx.rows = heard  # type: ignore[method-assign]
+        reading.read_orders(tx, orders.unit, query)
+
+    def look(tx: Transaction) -> list[str]:
+        if not tx.is_sqlite:
+            tx.driver("SET LOCAL enable_seqscan = off")
+            tx.driver("SET LOCAL enable_bitmapscan = off")
+        explain = "EXPLAIN QUERY PLAN" if tx.is_sqlite else "EXPLAIN"
+        return [str(tx.rows(f"{explain} {sql}", given)) for sql, given in sent if "live_count" in sql]
+
+    orders.store.read(listen)
+    plans = orders.store.transact(look)
+    assert len(plans) == 1, "one statement for all identities"
+    return plans
 
 
 # First-N ----------------------------------------------------------------------------------------------------------
@@ -519,6 +577,20 @@ def test_a_check_fails_closed_while_history_is_not_counted(with_history: Orders,
         0
     ]
     assert (evidence.history, evidence.is_complete, evidence.counted_from) == ("backfilled", True, None)
+
+
+@pytest.mark.spec("ORD-13")
+def test_the_lag_is_the_number_of_orders_that_wait_in_the_topic(orders: Orders) -> None:
+    orders.send(order("1"))
+    assert Lag(orders.context).messages(orders.unit) == 0
+    waiting = [message(f"w{n}", 0, msgspec.json.encode(order(f"w{n}")), kind=f"w{n}") for n in range(3)]
+    put(orders.context, orders.unit.topic, waiting)
+    relay_all(relay := Relay(orders.context, orders.unit.topic, "w"))
+    relay.stop()
+    assert Lag(orders.context).messages(orders.unit) == 3
+    orders.send()
+    assert Lag(orders.context).messages(orders.unit) == 0
+    assert orders.total("phone_id", "p1") == 4
 
 
 # Corrections ------------------------------------------------------------------------------------------------------
@@ -628,6 +700,29 @@ def test_a_rerun_follows_a_history_that_was_mended(with_history: Orders, tmp_pat
 
 
 @pytest.mark.spec("ORD-08")
+def test_what_vanished_from_history_is_emptied_in_bounded_steps(
+    with_history: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "h.parquet"
+    every = [order(f"{n}", START - 1, {"phone_id": f"p{n:02}"}) for n in range(60)]
+    with_history.backfill(write_history(path, every), "phone_id")
+    cells = with_history.unit.tables.cells
+    filled = sa.select(sa.func.count()).select_from(cells).where(cells.c.history_count != 0)
+    stands = [60]
+    real = with_history.store.transact
+
+    def transact(work: Any, **more: Any) -> Any:
+        found = real(work, **more)
+        stands.append(with_history.store.read(lambda tx: tx.execute(filled).scalar_one()))
+        return found
+
+    monkeypatch.setattr(with_history.store, "transact", transact)
+    with_history.backfill(write_history(path, [every[7], every[40]]), "phone_id", cells_max=8)
+    assert stands[-1] == 2
+    assert max(before - after for before, after in pairwise(stands)) <= 8
+
+
+@pytest.mark.spec("ORD-08")
 def test_any_ibis_table_will_do_and_one_that_was_mended_is_read_from_its_beginning(tmp_path: Path) -> None:
     import ibis
 
@@ -651,6 +746,39 @@ def test_any_ibis_table_will_do_and_one_that_was_mended_is_read_from_its_beginni
         assert orders.cells() == recount(every, DIMENSIONS, list(ALL))
 
 
+@pytest.mark.spec("ORD-07", "ORD-08")
+@pytest.mark.parametrize(
+    ("zone", "kind"),
+    [
+        ("America/New_York", "aware"),
+        ("Asia/Tokyo", "aware"),
+        ("America/New_York", "naive"),
+        ("Asia/Tokyo", "naive"),
+        ("America/New_York", "text"),
+    ],
+)
+def test_the_start_is_one_moment_whatever_the_zone_of_the_connection(tmp_path: Path, zone: str, kind: str) -> None:
+    import ibis
+
+    connection = ibis.duckdb.connect()
+    connection.raw_sql(f"SET TimeZone = '{zone}'")
+    hours = [order(f"h{n}", START + n * HOUR, {"phone_id": "p1"}) for n in range(-12, 12)]
+    path = write_history(tmp_path / "h.parquet", hours)
+    naive = "created_proc AT TIME ZONE 'UTC'"
+    text = f"strftime({naive}, '%Y-%m-%d %H:%M:%S') || CASE WHEN hour({naive}) % 2 = 0 THEN 'Z' ELSE '' END"
+    moment = {"aware": "created_proc", "naive": naive, "text": text}[kind]
+    connection.raw_sql(f"CREATE TABLE h AS SELECT * REPLACE ({moment} AS created_proc) FROM read_parquet('{path}')")
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        orders.clock.advance(2 * DAY)
+        assert orders.count(*hours).count("accepted") == 12
+        names = names_of(orders.unit, orders.store.read(orders.unit.stood).state)
+        history = history_of(orders.unit, connection.table("h"), names)
+        (done,) = backfill(orders.store, orders.unit, history, ["phone_id"])
+        assert (done.orders, orders.total("phone_id", "p1")) == (12, 24)
+        found = orders.store.read(lambda tx: evidence_of(tx, orders.unit, [Identity("phone_id", "p1")], 0))[0]
+        assert found.counted_from == iso(START - 12 * HOUR).replace("+00:00", "Z")
+
+
 class Killed(BaseException):
     """As a process that dies: nothing of it runs on."""
 
@@ -666,11 +794,13 @@ def test_a_backfill_killed_at_every_commit_while_orders_arrive_ends_exact(
         orders.clock.advance(5 * HOUR)
         real = orders.store.transact
         left: list[int] = []
-        waiting = list(live)
+        # Live ones, and those that history has as well, one between any two commits.
+        early = [each for each in every if START - 4 * DAY < each.created_at.timestamp() < START]
+        waiting = [each for pair in zip(live, early, strict=False) for each in pair]
 
         def transact(work: Any, **more: Any) -> Any:
             found = real(work, **more)
-            if more.get("name") in ("backfill", "begin job", "finish filling", "claim backfill"):
+            if more.get("name") in ("backfill", "begin job", "look", "claim backfill"):
                 if waiting:
                     real(lambda tx: orders.unit and _count_all(tx, orders.unit, [waiting.pop()]))
                 left[0] -= 1
@@ -682,14 +812,17 @@ def test_a_backfill_killed_at_every_commit_while_orders_arrive_ends_exact(
         for commits in range(1000):
             left[:] = [commits]
             try:
-                orders.backfill(path, cells_max=20)
+                done = orders.backfill(path, cells_max=40)
                 break
             except Killed:
                 continue
         assert commits > 10
         monkeypatch.undo()
-        while waiting:
-            orders.count(waiting.pop())
+        assert sum(each.lacking for each in done) == 0
+        orders.count(*live, *early)
+        assert orders.cells() == recount(every, DIMENSIONS, list(ALL))
+        orders.backfill(path)
+        assert all(is_complete(orders, name) for name in ALL)
         assert orders.cells() == recount(every, DIMENSIONS, list(ALL))
 
 
@@ -760,6 +893,8 @@ def test_a_new_identity_type_has_its_own_start_and_its_backfill_touches_nothing_
             "1 orders stand there more than once: 1",
         ),
         ([order("1", START - 1, {"phone_id": "x" * 201})], [], "longer than 200"),
+        ([order("1", START - 1, {"phone_id": "x\0y"})], [], "1 values of phone_id have a NUL"),
+        ([order("1", START - 1, tariff="\0")], [], "1 values of tariff have a NUL"),
     ],
 )
 @pytest.mark.spec("ORD-08")
@@ -773,6 +908,19 @@ def test_a_wrong_history_is_refused_and_nothing_changes(
         assert not orders.cells()
         with pytest.raises(BadInput, match="there are no files"):
             orders.backfill(tmp_path / "nothing.parquet")
+
+
+@pytest.mark.spec("ORD-08", "CORE-13")
+def test_text_that_is_no_time_is_told_with_its_column_before_anything_is_written(tmp_path: Path) -> None:
+    path = write_history(tmp_path / "h.parquet", [order(f"{n}", START - 1) for n in range(3)])
+    times = pa.array(["2023-11-14T20:00:00Z", "yesterday", "2023-11-14 25:00:00"])
+    at = pq.read_schema(path).get_field_index("created_proc")
+    pq.write_table(pq.read_table(path).set_column(at, "created_proc", times), path)
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        told = r"2 values of created_proc are no times: '.*'; write 2026-11-15T20:30:00Z"
+        with pytest.raises(BadInput, match=told):
+            orders.backfill(path)
+        assert not orders.cells()
 
 
 @pytest.mark.spec("ORD-11", "ORD-08")
@@ -796,6 +944,33 @@ def test_history_takes_the_brand_from_the_application_and_stops_at_one_that_has_
             "yango": 1,
             "unknown": 1,
         }
+
+
+@pytest.mark.spec("ORD-02", "ORD-08", "ORD-11")
+def test_a_hook_on_the_application_gives_the_same_brand_live_and_in_history(tmp_path: Path) -> None:
+    hooks = tmp_path / "hooks_of_applications.py"
+    hooks.write_text(
+        "import msgspec\n"
+        "from keyfold.orders.hooks import completed, history\n"
+        "@completed\n"
+        "def lower(order):\n"
+        "    given = {name: value.lower() for name, value in order.properties.items()}\n"
+        "    return msgspec.structs.replace(order, properties=given)\n"
+        "@history\n"
+        "def lower_history(table):\n"
+        "    return table.mutate(application=table.application.lower())\n"
+    )
+    brands = {"android": "yataxi"}
+    url = f"sqlite:///{tmp_path / 'x.db'}"
+    with opened(url, start=iso(START), application_brands=brands, hooks=str(hooks)) as orders:
+        orders.clock.advance(3 * HOUR)
+        orders.count(order("live", START, application="Android"))
+        path = write_history(tmp_path / "h.parquet", [order("early", START - 1, application="ANDROID")])
+        orders.backfill(path, "phone_id")
+        assert orders.total("phone_id", "p1", brand="yataxi") == 2
+        write_history(path, [order("early", START - 1, application="NEW")])
+        with pytest.raises(BadInput, match="1 applications have no brand: new"):
+            orders.backfill(path, "phone_id")
 
 
 # A new dimension --------------------------------------------------------------------------------------------------
@@ -854,6 +1029,36 @@ def test_a_cell_that_history_does_not_explain_stays_and_is_told(with_history: Or
     again = split(with_history.store, with_history.unit, begun, with_history.history(path))
     assert again.is_done
     assert switch(with_history.store, with_history.unit, "city") is None
+    assert with_history.cells() == recount(before, [*DIMENSIONS, "city"], list(ALL))
+
+
+@pytest.mark.spec("ORD-10")
+def test_a_split_reads_a_bounded_part_of_history_for_each_step(
+    with_history: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when it is run again and the only cell that was left is the last of all."""
+    before = [order(f"{n}", START, {"phone_id": f"p{n // 4:02}"}, tariff="t", city="riga") for n in range(120)]
+    with_history.clock.advance(3 * HOUR)
+    with_history.count(*map(without_city, before))
+    read: list[int] = []
+    step = splitting._Splitter._step
+
+    def counted(splitter: Any, job: Any, upto: str, explained: Any) -> Any:
+        read.append(len(explained))
+        return step(splitter, job, upto, explained)
+
+    monkeypatch.setattr(splitting._Splitter, "_step", counted)
+    monkeypatch.setattr(splitting, "ROWS_MAX", 10)
+    path = tmp_path / "h.parquet"
+    done = with_history.add_dimension("city", write_history(path, before[:-1]), cells_max=100)
+    assert sum(each.left for each in done.types) == 1
+    assert max(read) < 10 + 4
+    read.clear()
+    begun = switch(with_history.store, with_history.unit, "city")
+    assert begun is not None
+    write_history(path, before)
+    assert split(with_history.store, with_history.unit, begun, with_history.history(path), cells_max=100).is_done
+    assert sum(read) == 4, "what has no old cell is passed over"
     assert with_history.cells() == recount(before, [*DIMENSIONS, "city"], list(ALL))
 
 
@@ -1025,6 +1230,98 @@ def test_an_order_left_to_history_after_it_was_counted_makes_checks_refuse(
     assert "phone_id has 1 orders" in check(with_history, identities=asked, fewer_than=1).reason
 
 
+def is_complete(orders: Orders, name: str = "phone_id") -> bool:
+    return reading.is_complete(orders.store.read(orders.unit.stood).state.by_name[name])
+
+
+@pytest.mark.spec("ORD-07", "ORD-08", "ORD-13")
+@pytest.mark.parametrize("is_there", [True, False], ids=["history has it", "history lacks it"])
+def test_an_order_left_to_history_after_that_was_looked_through_is_looked_for_too(
+    with_history: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    with_history.clock.advance(3 * HOUR)
+    known, under_way = order("k", START - 2, {"phone_id": "p2"}), order("r", START - 1, {"phone_id": "p1"})
+    with_history.count(known)
+    path = write_history(tmp_path / "h.parquet", [known, under_way] if is_there else [known])
+    waiting = [under_way]
+    real = History.lacking
+
+    def lacking(history: History, *given: Any) -> list[str]:
+        found = real(history, *given)
+        if waiting:
+            assert with_history.count(waiting.pop()) == ["before_start"]
+        return found
+
+    monkeypatch.setattr(History, "lacking", lacking)
+    (done,) = with_history.backfill(path, "phone_id")
+    assert (done.lacking, is_complete(with_history)) == ((0, True) if is_there else (1, False))
+    assert check(with_history, identities={"phone_id": "p1"}, fewer_than=2).allowed is is_there
+    assert not check(with_history, identities={"phone_id": "p1"}, fewer_than=1).allowed
+
+
+@pytest.mark.spec("ORD-07", "ORD-08", "ORD-13")
+def test_an_order_that_is_being_left_to_history_while_that_is_counted_is_seen(
+    with_history: Orders, tmp_path: Path
+) -> None:
+    with_history.clock.advance(3 * HOUR)
+    path = write_history(tmp_path / "h.parquet", [order("k", START - 2, {"phone_id": "p2"})])
+    with_history.backfill(path, "phone_id")
+    began = threading.Event()
+
+    def leave(tx: Transaction) -> None:
+        _count_all(tx, with_history.unit, [order("r", START - 1, {"phone_id": "p1"})])
+        began.set()
+        time.sleep(0.5)
+
+    writer = threading.Thread(target=lambda: with_history.store.transact(leave))
+    writer.start()
+    began.wait()
+    (done,) = with_history.backfill(path, "phone_id")
+    writer.join()
+    assert not is_complete(with_history)
+    assert done.lacking or done.is_behind
+
+
+@pytest.mark.spec("ORD-08", "ORD-13")
+def test_what_a_table_gains_while_it_is_read_is_lacking(with_history: Orders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order comes into the table when the cells were read, and before anybody asks whether it is there."""
+    import ibis
+
+    connection = ibis.duckdb.connect()
+    connection.raw_sql("CREATE TABLE finished (order_id TEXT, created_at TIMESTAMP, phone_id TEXT)")
+    for name in DIMENSIONS:
+        connection.raw_sql(f"ALTER TABLE finished ADD COLUMN {name} TEXT")
+    with_history.clock.advance(3 * HOUR)
+    with_history.count(order("r", START - 1, {"phone_id": "p1"}))
+    state = with_history.store.read(with_history.unit.stood).state
+    names = msgspec.structs.replace(names_of(with_history.unit, state, ["phone_id"]), columns={})
+    insert = f"INSERT INTO finished VALUES ('r', make_timestamp({(START - 1) * 1_000_000}), 'p1', 'x', 'y', 'z')"
+    cells = History.cells
+
+    def gaining(*given: Any) -> Iterator[Any]:
+        yield from cells(*given)
+        connection.raw_sql(insert)
+
+    monkeypatch.setattr(History, "cells", gaining)
+    history = history_of(with_history.unit, connection.table("finished"), names)
+    (done,) = backfill(with_history.store, with_history.unit, history, ["phone_id"])
+    assert (done.lacking, with_history.total("phone_id", "p1"), is_complete(with_history)) == (1, 0, False)
+    monkeypatch.undo()
+    backfill(with_history.store, with_history.unit, history, ["phone_id"])
+    assert (with_history.total("phone_id", "p1"), is_complete(with_history)) == (1, True)
+
+
+@pytest.mark.spec("ORD-08")
+def test_files_that_change_while_they_are_read_are_one_history_no_more(with_history: Orders, tmp_path: Path) -> None:
+    with_history.clock.advance(3 * HOUR)
+    path = write_history(tmp_path / "h.parquet", [order("1", START - 1)])
+    more = [order("1", START - 1), order("2", START - 1)]
+    with pytest.raises(Conflict, match="changed while they were read"):
+        with_history.backfill(path, "phone_id", report=lambda *_: write_history(path, more))
+    with_history.backfill(path, "phone_id")
+    assert with_history.total("phone_id", "p1") == 2
+
+
 @pytest.mark.spec("ORD-08", "ORD-11")
 def test_a_run_that_was_stopped_does_not_go_on_by_other_rules(tmp_path: Path) -> None:
     url, path = f"sqlite:///{tmp_path / 'x.db'}", tmp_path / "h.parquet"
@@ -1044,17 +1341,40 @@ def test_a_run_that_was_stopped_does_not_go_on_by_other_rules(tmp_path: Path) ->
 
 
 @pytest.mark.spec("ORD-08", "ORD-16")
-def test_an_order_taken_back_while_history_is_counted_makes_the_run_begin_anew(store_url: str, tmp_path: Path) -> None:
+def test_an_order_taken_back_while_history_is_counted_is_left_out_of_it(store_url: str, tmp_path: Path) -> None:
     with opened(store_url, identities=["phone_id"], start=iso(START)) as orders:
         orders.clock.advance(3 * HOUR)
         orders.count(order("1", START, {"phone_id": "p"}))
         add_identity(orders.store, orders.unit, "mail", (START + DAY) * 1_000_000)
         orders.clock.advance(2 * DAY)
-        path = write_history(tmp_path / "h.parquet", [order("1", START, {"phone_id": "p", "mail": "m"})])
-        with pytest.raises(Conflict, match="taken back meanwhile"):
-            orders.backfill(path, "mail", report=lambda *_: take_back(orders, "1"))
-        orders.backfill(path, "mail")
-        assert not orders.cells()
+        other = order("2", START - 5, {"mail": "m"})
+        path = write_history(tmp_path / "h.parquet", [order("1", START, {"phone_id": "p", "mail": "m"}), other])
+        (done,) = orders.backfill(path, "mail", report=lambda *_: take_back(orders, "1"))
+        assert done.orders == 1
+        assert is_complete(orders, "mail")
+        assert orders.cells() == recount([other], DIMENSIONS, ["mail"])
+
+
+@pytest.mark.spec("ORD-08", "ORD-16")
+def test_taking_back_live_orders_neither_ends_a_backfill_nor_makes_it_begin_anew(
+    with_history: Orders, tmp_path: Path
+) -> None:
+    with_history.clock.advance(3 * HOUR)
+    with_history.count(*[order(f"{n}", START, {"phone_id": "live"}) for n in range(9)])
+    live = iter(range(9))
+    path = write_history(tmp_path / "h.parquet", [order(f"h{n}", START - 1, {"phone_id": f"p{n}"}) for n in range(6)])
+
+    def correct(done: int, what: str) -> None:
+        assert take_back(with_history, str(next(live))) == ["corrected"]
+        if done == 4 and next(live) < 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        with_history.backfill(path, "phone_id", cells_max=2, report=correct)
+    take_back(with_history, "8")
+    (done,) = with_history.backfill(path, "phone_id", cells_max=2, report=correct)
+    assert (done.steps, done.orders) == (1, 6), "it goes on where it was"
+    assert is_complete(with_history)
 
 
 @pytest.mark.spec("ORD-10", "ORD-16")
@@ -1071,6 +1391,45 @@ def test_what_was_called_unknown_explains_no_cell_of_the_next_dimension(with_his
     assert take_back(with_history, "z") == ["corrected"]
     assert take_back(with_history, "x") == ["corrected"]
     assert not with_history.cells()
+
+
+@pytest.mark.spec("ORD-02", "ORD-08", "ORD-10")
+def test_no_name_of_a_dimension_or_an_identity_meets_a_column_of_our_own(tmp_path: Path) -> None:
+    names = ["count", "from_us", "to_us", "is_live", "times", "single", "identity"]
+    given = {"identities": ["to_us", "times"], "dimensions": ["from_us", "is_live"], "start": iso(START)}
+    identities = {"to_us": "a", "times": "b"}
+    sent = [
+        order(f"{n}", START + (n - 2) * HOUR, identities, from_us="f", is_live="l", count=f"c{n % 2}") for n in range(4)
+    ]
+    columns: dict[str, Any] = {each: [{**one.identities, **one.properties}.get(each) for one in sent] for each in names}
+    columns |= {"id": [each.order_id for each in sent], "created_proc": [each.created_at for each in sent]}
+    path = tmp_path / "h.parquet"
+    pq.write_table(pa.table(columns), path)
+    with opened(
+        f"sqlite:///{tmp_path / 'x.db'}", **given, limits__transaction_seconds_max=1, limits__lock_seconds_max=1
+    ) as orders:
+        orders.clock.advance(4 * HOUR)
+        bare = [{k: v for k, v in each.properties.items() if k != "count"} for each in sent]
+        orders.count(*[msgspec.structs.replace(one, properties=said) for one, said in zip(sent, bare, strict=True)])
+        orders.backfill(path)
+        assert orders.add_dimension("count", path).is_done
+        assert orders.cells() == recount(sent, ["from_us", "is_live", "count"], ["to_us", "times"])
+
+
+@pytest.mark.spec("ORD-02", "ORD-10")
+@pytest.mark.parametrize("name", ["order_id", "Created_At", "_keyfold_count", "Tariff", "PHONE_ID"])
+def test_a_name_that_history_has_for_something_else_is_refused_before_anything_changes(
+    sqlite_orders: Orders, name: str
+) -> None:
+    before = sqlite_orders.store.read(sqlite_orders.unit.stood)
+    with pytest.raises(BadInput):
+        switch(sqlite_orders.store, sqlite_orders.unit, name)
+    with pytest.raises(BadInput):
+        add_identity(sqlite_orders.store, sqlite_orders.unit, name)
+    assert sqlite_orders.store.read(sqlite_orders.unit.stood) == before
+    for more in ({"identities": ["phone_id", name]}, {"dimensions": ["tariff", "phone_id", name]}):
+        with pytest.raises(SettingsWrong, match=r"(identities|dimensions): "), opened("sqlite://", **more):
+            pass
 
 
 @pytest.mark.spec("ORD-10")
@@ -1152,6 +1511,41 @@ def test_older_documents_are_imported_and_what_cannot_be_mapped_is_listed(store_
         less = {**DOCUMENT, "tariffs": {"econom": {"value": 1}}, "brand": {}}
         import_documents(orders.store, orders.unit, "phone_id", lines(less), "two")
         assert orders.total("phone_id", "5d0b7fb1629526419ee8cfad") == 1, "set whole, not added"
+
+
+@pytest.mark.spec("ORD-13", "ORD-14", "ORD-15")
+def test_an_import_is_complete_only_when_all_that_was_refused_or_left_is_said_to_be_settled(store_url: str) -> None:
+    with opened(store_url, start=iso(START), mixed_brand="yataxi") as orders:
+        orders.clock.advance(3 * HOUR)
+
+        def imported(source: str, *documents: Any, **more: bool) -> int:
+            given = lines(*documents)
+            return import_documents(orders.store, orders.unit, "phone_id", given, source, **more).lacking
+
+        def is_allowed() -> bool:
+            assert check(orders, identities={"phone_id": "p1"}, fewer_than=1).allowed is is_complete(orders)
+            return is_complete(orders)
+
+        assert imported("good", DOCUMENT) == 0
+        assert is_allowed()
+        assert imported("bad", {**DOCUMENT, "_id": "p1", "strange": 1}) == 1
+        assert not is_allowed()
+        assert imported("other", DOCUMENT) == 1
+        assert imported("empty") == 1
+        assert not is_allowed(), "what was refused is not in another file"
+        assert imported("mended", {**DOCUMENT, "_id": "p2"}, is_settled=True) == 0
+        assert is_allowed()
+        assert orders.count(order("under way", START - 1)) == ["before_start"]
+        assert not is_allowed()
+        assert imported("mended", DOCUMENT) == 1, "documents do not tell whether they have it"
+        assert not is_allowed()
+        assert imported("empty", is_settled=True) == 0
+        assert is_allowed()
+    with opened(store_url, unit="early", start=iso(START), mixed_brand="yataxi") as orders:
+        orders.count(order("before", NOW))
+        orders.clock.advance(3 * HOUR)
+        import_documents(orders.store, orders.unit, "phone_id", lines(DOCUMENT), "one")
+        assert not is_complete(orders), "it was left to history before that was imported"
 
 
 @pytest.mark.spec("ORD-15")

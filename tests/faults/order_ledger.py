@@ -14,10 +14,11 @@ import sqlalchemy as sa
 from keyfold.core.errors import KeyfoldError
 from keyfold.core.store import Store, Transaction
 from keyfold.core.tables import AUDIT
-from keyfold.orders.model import CompletedOrder, IdentityType, micros
+from keyfold.orders.model import CompletedOrder, IdentityType, UnitState, micros
 from keyfold.orders.service.checking import Check, Checked
 from keyfold.orders.service.correcting import Corrected
 from keyfold.orders.service.history import HistoryCell
+from keyfold.orders.service.reading import is_complete
 from keyfold.orders.service.splitting import Split
 from keyfold.orders.service.unit import Unit
 from tests.orders import DAY
@@ -37,6 +38,7 @@ class Listed:
 
     def __init__(self, orders: Sequence[CompletedOrder], dimensions: Sequence[str], book: "Book") -> None:
         self.source = f"{len(orders)} orders"
+        self.is_fixed = True
         self.dimensions = list(dimensions)
         self._orders = list(orders)
         self._book = book
@@ -44,9 +46,19 @@ class Listed:
     def must_be_sound(self) -> None:
         assert len({each.order_id for each in self._orders}) == len(self._orders)
 
+    def must_be_same(self) -> None:
+        """It is a list of its own."""
+
     def cells(self, kind: IdentityType, after: str | None, without: Sequence[str]) -> Iterator[HistoryCell]:
         orders = self._of(kind, after, without)
         yield from self._grouped(kind, [each for each in orders if not kind.takes(micros(each.created_at))])
+
+    def cells_of(self, kind: IdentityType, identities: Sequence[str], without: Sequence[str]) -> Iterator[HistoryCell]:
+        return (each for each in self.cells(kind, None, without) if each.identity in identities)
+
+    def identities_of(self, kind: IdentityType, order_ids: Sequence[str]) -> list[str]:
+        found = [each for each in self._orders if each.order_id in order_ids]
+        return sorted({each.identities[kind.name] for each in found if kind.name in each.identities})
 
     def all_cells(
         self, kind: IdentityType, after: str | None, without: Sequence[str], *, single_from_us: int
@@ -61,7 +73,8 @@ class Listed:
         yield from sorted(found, key=lambda each: each.identity)
 
     def lacking(self, kind: IdentityType, order_ids: Sequence[str]) -> list[str]:
-        return sorted(set(order_ids) - {each.order_id for each in self._orders})
+        there = [each for each in self._orders if kind.name in each.identities]
+        return sorted(set(order_ids) - {each.order_id for each in there if not kind.takes(micros(each.created_at))})
 
     def _of(self, kind: IdentityType, after: str | None, without: Sequence[str]) -> list[CompletedOrder]:
         left = [each for each in self._orders if each.order_id not in without]
@@ -112,7 +125,10 @@ class Found:
             for row in tx.execute(sa.select(tables.cells))
         ]
         self.marks = {row.order_id: row.created_at_us for row in tx.execute(sa.select(tables.marks))}
-        self.kept = {(row.order_id, row.why) for row in tx.execute(sa.select(tables.kept))}
+        kept = tx.execute(sa.select(tables.kept)).all()
+        self.kept = {(row.order_id, row.why) for row in kept}
+        decode = msgspec.json.Decoder(CompletedOrder).decode
+        self.left = [decode(row.body) for row in kept if row.why == "before_start"]
         self.corrections = {row.order_id for row in tx.execute(sa.select(tables.corrections))}
         self.held = {
             (row.order_id, (names[row.identity_type], row.identity_value)): row.expires_at_us
@@ -152,6 +168,7 @@ class Book:
         self.counted: dict[str, CompletedOrder] = {}
         self.corrected: set[str] = set()
         self.kept: set[tuple[str, str]] = set()
+        self.left: dict[str, CompletedOrder] = {}  # to history, by some of its identities at least
         self.broken: list[str] = []
 
     # What happens -----------------------------------------------------------------------------------------------------
@@ -164,8 +181,9 @@ class Book:
                 self.broken.append(f"{_law(right)}: {order.order_id} is said to be {status}, it is {right}")
             if status == "late":
                 self.kept.add((order.order_id, "late"))
-            elif len(self.live(order)) < len(order.identities):
+            elif status != "conflict" and len(self.live(order)) < len(order.identities):
                 self.kept.add((order.order_id, "before_start"))
+                self.left.setdefault(order.order_id, order)
             if status == "accepted":
                 self.counted.setdefault(order.order_id, order)
                 self._with_city |= {order.order_id} if self.has_switched else set()
@@ -280,6 +298,7 @@ class Book:
             *self._live_cells(found),
             *self._spans(found),
             *self._history_cells(found),
+            *self._complete(found),
             *self._rest(found),
         ]
 
@@ -306,14 +325,14 @@ class Book:
         return broken
 
     def _right(self, order: CompletedOrder, now_us: int) -> str:
-        known = self.counted.get(order.order_id)
+        known = self.counted.get(order.order_id, self.left.get(order.order_id, order))
         if micros(order.created_at) < self._late_before(now_us):
             return "late"
+        if known != order:
+            return "conflict"
         if not self.live(order):
             return "before_start"
-        if known is None:
-            return "accepted"
-        return "duplicate" if known == order else "conflict"
+        return "duplicate" if order.order_id in self.counted else "accepted"
 
     def _late_before(self, now_us: int) -> int:
         return max(self._watermark, now_us - self._dedupe_us)
@@ -386,6 +405,22 @@ class Book:
             f"O1: the history of {kind} {value} is {dict(there)}, which no history says"
             for (kind, value), there in found.history().items()
             if not any(told.get(value) == there for told in self._told[kind])
+        ]
+
+    def _complete(self, found: Found) -> list[str]:
+        """O1: where history is said to be complete, it counts every order that was left to it."""
+        history = found.history()
+        complete = [each.name for each in msgspec.convert(found.state, UnitState).identities if is_complete(each)]
+        left = Counter(
+            (name, each.identities[name], _values_of(each))
+            for each in found.left
+            for name in complete
+            if name in each.identities and not self._is_live(name, each) and each.order_id not in self.corrected
+        )
+        return [
+            f"O1: the history of {place} is complete with {history.get(place[:2], Counter())[place[2]]} of {count}"
+            for place, count in left.items()
+            if history.get(place[:2], Counter())[place[2]] < count
         ]
 
     def _rest(self, found: Found) -> list[str]:

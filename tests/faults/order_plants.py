@@ -229,6 +229,17 @@ def _(plot: Plot) -> None:
     plot.name(filling, "_zero", lambda *_: None)
 
 
+@plant("what is left to history meets no order that was counted under its id", SIMULATOR, "orders")
+def _(plot: Plot) -> None:
+    def leave_all(tx: Transaction, unit: Unit, arrived: Any, marked: Any, verdicts: Any) -> Any:
+        for index, order in arrived:
+            if not order.identities:
+                verdicts[index] = counting.Verdict(order.order_id, "before_start")
+        return [order for order in marked if order.identities]
+
+    plot.name(counting, "_told_from_left", leave_all)
+
+
 @plant("a run moves on before its step has committed", KILLS, "orders")
 def _(plot: Plot) -> None:
     commit_after(plot, Job, "step")

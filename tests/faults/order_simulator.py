@@ -213,13 +213,16 @@ class OrderSimulation(LogStage[CompletedOrder]):
         self._store.transact(lambda tx: (check, check_orders(tx, unit, [check])[0], Found(tx, unit)), name="check")
 
     def _item(self) -> CompletedOrder:
-        """An order: a new one, one that came before, or another thing under an id that was counted."""
+        """An order: a new one, one that came before, or another thing under an id that was counted or left."""
         chance = self.chance
         draw = chance.random()
         if self._made and draw < 0.3:
             return chance.choice(self._bodies)
         if self.book.counted and draw < 0.36:
             return _otherwise(chance.choice(list(self.book.counted.values())), draw < 0.33)
+        if self.book.left and draw < 0.39:
+            known = chance.choice(list(self.book.left.values()))
+            return msgspec.structs.replace(known, created_at=self._new_order().created_at)
         made = self._new_order()
         body = made if self.book.has_switched and chance.random() < 0.7 else without_city(made)
         self._made.append(made)

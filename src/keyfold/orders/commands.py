@@ -70,7 +70,7 @@ def status(ctx: typer.Context, unit: UnitOption = "rides") -> Answer:
                     "start": None if each.start_us is None else iso(each.start_us),
                     "history": each.source or ("pending" if each.has_history else "none"),
                     "filled_at": None if each.filled_at_us is None else iso(each.filled_at_us),
-                    "lacking": each.lacking,
+                    "lacking": max(each.lacking, int(each.is_behind)),
                 }
                 for each in stood.state.identities
             ],
@@ -213,6 +213,7 @@ def backfill(
         for each in done
         if each.lacking
     ]
+    notes += [f"{each.identity}: more were left to history while it was counted" for each in done if each.is_behind]
     return Answer(
         data=done, table=rows, notes=[*notes, *(["Run it again when history has caught up."] if notes else [])]
     )
@@ -223,11 +224,15 @@ def import_(
     ctx: typer.Context,
     path: Annotated[Path, typer.Argument(metavar="FILE", help="older documents, one JSON object a line")],
     identity: Annotated[str, typer.Option(metavar="TYPE", help="The identity type that the documents are of.")],
+    settled: Annotated[
+        bool, typer.Option("--settled", help="What was refused or left before is in by now, or is to be left out.")
+    ] = False,
     unit: UnitOption = "rides",
 ) -> Answer:
     """Import the older nested documents.
 
-    What cannot be mapped is refused and listed; then it exits with 1.
+    What cannot be mapped is refused and listed; then it exits with 1. History is not complete until all that was
+    refused is settled.
     """
     from keyfold.orders.service.importing import import_documents
 
@@ -238,10 +243,16 @@ def import_(
     with path.open("rb") as documents:
         total = sum(1 for _ in documents)
     with ctx.obj.steps("Import", total) as steps, path.open("rb") as documents:
-        done = import_documents(context.store, own, identity, documents, stamp, steps.at)
+        done = import_documents(context.store, own, identity, documents, stamp, steps.at, is_settled=settled)
     rows = [{"line": each.line, "identity": each.identity, "reason": each.reason} for each in done.refused_documents]
     line = f"{done.documents} documents with {done.orders} orders were imported, {done.refused} refused."
-    return Answer(data=done, table=rows, lines=[line], exit_code=1 if done.refused else 0)
+    notes = []
+    if done.lacking:
+        notes = [
+            f"The history of {identity} is not complete: {done.lacking} documents were refused, or orders left to it.",
+            "When they are in, or to be left out, import the last file again, or an empty one, with --settled.",
+        ]
+    return Answer(data=done, table=rows, lines=[line], notes=notes, exit_code=1 if done.refused else 0)
 
 
 @app.command(name="add-identity")
@@ -444,7 +455,10 @@ def _must_have_column(unit: "Unit", state: Any, where: str, name: str, column: s
     """History is looked at before live counting is switched: a mistyped column must change nothing."""
     from keyfold.orders.service.history import names_of
     from keyfold.orders.service.history import opened as history_of
+    from keyfold.orders.settings import why_not_name
 
+    if why := why_not_name(name, [*state.by_name, *state.dimensions]):
+        raise BadInput(why)
     columns = {**state.columns, **({name: column} if column else {})}
     after = msgspec.structs.replace(state, dimensions=[*state.dimensions, name], columns=columns)
     history_of(unit, where, names_of(unit, after)).must_be_sound()

@@ -69,6 +69,9 @@ class IdentityType(Struct, frozen=True):
     source: Literal["", "backfill", "import"] = ""  # what filled the history part, which nothing else may do
     filled_at_us: int | None = None  # when it was last filled to the end
     lacking: int = 0  # orders that arrived live, were left to history, and were not in it
+    # Raised with every order taken back that may be in its history; zero: there was none.
+    taken_back: int = 1
+    is_behind: bool = False  # more were left to history since it was looked through for them
 
     @property
     def has_history(self) -> bool:

@@ -1,6 +1,7 @@
 """The settings of order statistics: units, each with its identity types, dimensions, history and windows."""
 
 import re
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -10,6 +11,23 @@ from keyfold.core.settings import Section
 
 UNIT_NAME = r"^[a-z][a-z0-9_]{0,29}$"
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,62}$")]
+
+OWN_PREFIX = "_keyfold_"  # of columns that are ours wherever history is read
+
+
+def why_not_name(name: str, others: Iterable[str]) -> str:
+    """Why an identity type or a dimension cannot be called this; nothing where it can.
+
+    It is a column of history beside others, and engines do not tell capital letters from small ones.
+    """
+    if name.lower().startswith(OWN_PREFIX):
+        return f"names that begin with {OWN_PREFIX} are not to be had"
+    if name.lower() in ("order_id", "created_at", "application"):
+        return f"`{name}` is what history calls something else"
+    if name.lower() in (each.lower() for each in others):
+        return f"`{name}` is the name of another one"
+    return ""
+
 
 # What the table of finished rides calls its columns; `statistics.application` is a field of a struct.
 RIDES_COLUMNS = {
@@ -59,6 +77,10 @@ class UnitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 raise ValueError(f"{what}: a name stands twice")
         if "application" in self.dimensions:
             raise ValueError("dimensions: `application` is what a brand comes from, it cannot be a dimension")
+        every = (*self.identities, *self.dimensions)
+        for at, name in enumerate(every):
+            if why := why_not_name(name, every[:at]):
+                raise ValueError(f"{'identities' if at < len(self.identities) else 'dimensions'}: {why}")
         if self.application_brands and "brand" not in self.dimensions:
             raise ValueError("application_brands: there is no dimension `brand`")
         if self.start_lead_seconds_min < self.future_seconds_max:

@@ -5,34 +5,39 @@ count what the other does. Each step sets some identities whole and commits how 
 anywhere and run again at any time, also when history has caught up.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 
-import msgspec
 import sqlalchemy as sa
 from msgspec import Struct, structs
 
 from keyfold.core.errors import Conflict, Internal
 from keyfold.core.store import Store, Transaction
-from keyfold.orders.model import CompletedOrder, IdentityType, micros
+from keyfold.orders.model import IdentityType
 from keyfold.orders.service.filling import (
     Filled,
     Report,
     behind,
     claim,
     finish,
+    history_part,
+    left_to_history,
+    look_anew,
     must_have_dimensions,
     set_cells,
+    set_identities,
     silent,
+    vanished,
     whole_identities,
 )
-from keyfold.orders.service.history import History
+from keyfold.orders.service.history import History, HistoryCell
 from keyfold.orders.service.jobs import Job, Progress
 from keyfold.orders.service.unit import Unit
 
 CELLS_MAX = 10_000  # in one transaction
-KEPT_ROWS = 50_000
+IDENTITIES_MAX = 1_000  # of orders that were taken back, set anew in one transaction
+LOOKS_MAX = 5  # while orders that are left to history keep arriving
 SHOWN_MAX = 100
 
 
@@ -45,6 +50,7 @@ class Backfilled(Struct, frozen=True):
     steps: int
     lacking: int  # orders that arrived live, were left to history, and are not in it
     lacking_orders: list[str]  # some of them
+    is_behind: bool  # more were left to history meanwhile, and nobody knows whether they are in it
 
 
 def backfill(
@@ -59,11 +65,10 @@ def backfill(
     """Fill the history part of identity types, one after the other."""
     history.must_be_sound()
     kinds = claim(store, unit, names, "backfill")
-    without = store.read(lambda tx: corrected(tx, unit))
     done: list[Backfilled] = []
     for kind in kinds:
         tell = behind(report, sum(each.orders for each in done))
-        done.append(_filled(store, unit, history, kind, without, tell, cells_max))
+        done.append(_Filler(store, unit, history, kind, tell, cells_max).run())
     return done
 
 
@@ -72,116 +77,171 @@ def orders_to_count(history: History, kinds: Sequence[IdentityType]) -> int:
     return sum(history.count_before_start(kind) for kind in kinds)
 
 
-def _filled(
-    store: Store,
-    unit: Unit,
-    history: History,
-    kind: IdentityType,
-    without: Sequence[str],
-    report: Report,
-    cells_max: int,
-) -> Backfilled:
-    started_at_us = store.read(lambda tx: tx.now_us)
-    source = f"{history.source} {','.join(history.dimensions)} {kind.start_us} {len(without)}"
-    job = Job.begin(store, unit, f"backfill {kind.name}", source)
-    after, steps = job.progress.after, 0
-    with closing(_cells(unit, history, kind, after, without)) as cells:
-        for piece in whole_identities(cells, cells_max):
-            _step(store, unit, history, kind, job, piece, piece[-1].identity)
-            steps += 1
-            report(job.progress.numbers["orders"], f"orders by {kind.name}")
-    lacking = _lacking(store, unit, history, kind)
-    _end(store, unit, history, kind, job, started_at_us, len(lacking), len(without))
-    numbers = job.progress.numbers
-    return Backfilled(
-        identity=kind.name,
-        orders=numbers.get("orders", 0),
-        cells=numbers.get("cells", 0),
-        steps=steps,
-        lacking=len(lacking),
-        lacking_orders=lacking[:SHOWN_MAX],
-    )
-
-
-def _cells(
-    unit: Unit, history: History, kind: IdentityType, after: str | None, without: Sequence[str]
-) -> Generator[Filled]:
-    for each in history.cells(kind, after, without):
-        slice_ = unit.slice_of(dict(zip(history.dimensions, each.values, strict=True)))
-        yield Filled(each.identity, slice_, each.count, each.from_us, each.to_us)
-
-
-def _step(
-    store: Store, unit: Unit, history: History, kind: IdentityType, job: Job, piece: Sequence[Filled], upto: str
-) -> None:
-    """Set some identities whole."""
-    before = job.progress
-    counted = before.adding(orders=sum([each.count for each in piece]), cells=len(piece))
-    progress = Progress(before.source, upto, False, counted)
-
-    def work(tx: Transaction) -> None:
-        job.step(tx, progress)
-        must_have_dimensions(tx, unit, history.dimensions)
-        set_cells(tx, unit, kind, piece, after=before.after, upto=upto)
-
-    store.transact(work, name="backfill", once=True)
-    job.stepped(progress)
-
-
-def _end(
-    store: Store,
-    unit: Unit,
-    history: History,
-    kind: IdentityType,
-    job: Job,
-    started_at_us: int,
-    lacking: int,
-    left_out: int,
-) -> None:
-    """Empty what lies behind the last identity, and say that history is counted, if nobody has taken over."""
-    progress = structs.replace(job.progress, is_done=True)
-
-    def work(tx: Transaction) -> None:
-        job.step(tx, progress)
-        must_have_dimensions(tx, unit, history.dimensions)
-        set_cells(tx, unit, kind, [], after=progress.after, upto=None)
-        if len(corrected(tx, unit)) != left_out:
-            raise Conflict("orders were taken back meanwhile, which history still counts", hint="Run it again")
-        _must_be_conserved(tx, unit, kind, progress.numbers.get("orders", 0))
-        finish(tx, unit, kind, started_at_us, lacking)
-
-    store.transact(work, name="backfill", once=True)
-    job.stepped(progress)
-
-
 def corrected(tx: Transaction, unit: Unit) -> list[str]:
     """Orders that were taken back; history still has them."""
     return list(tx.execute(sa.select(unit.tables.corrections.c.order_id)).scalars())
 
 
-def _lacking(store: Store, unit: Unit, history: History, kind: IdentityType) -> list[str]:
-    """Orders that arrived live, were left to history, and do not count there."""
-    lacking: list[str] = []
-    after: str | None = ""
-    while after is not None:
-        after, left = store.read(partial(_left_to_history, unit=unit, kind=kind, after=after))
-        lacking += history.lacking(kind, left)
-    return lacking
+class _Filler:
+    """Fills the history part of one identity type, some identities at a time."""
 
+    def __init__(
+        self, store: Store, unit: Unit, history: History, kind: IdentityType, report: Report, cells_max: int
+    ) -> None:
+        self._store = store
+        self._unit = unit
+        self._history = history
+        self._kind = kind
+        self._report = report
+        self._cells_max = cells_max
+        self._started_at_us = store.read(lambda tx: tx.now_us)
+        self._taken_back, self._without = store.read(self._left_out)
+        read = f"{history.source} {','.join(history.dimensions)} {kind.start_us} {self._taken_back}"
+        self._job = Job.begin(store, unit, f"backfill {kind.name}", read)
 
-def _left_to_history(tx: Transaction, unit: Unit, kind: IdentityType, after: str) -> tuple[str | None, list[str]]:
-    """The next kept orders that an identity type has left to history; and where to go on."""
-    kept = unit.tables.kept
-    wanted = sa.select(kept.c.order_id, kept.c.body).where(kept.c.why == "before_start", kept.c.order_id > after)
-    page = tx.execute(wanted.order_by(kept.c.order_id).limit(KEPT_ROWS)).all()
-    decode = msgspec.json.Decoder(CompletedOrder).decode
-    orders = [(row.order_id, decode(row.body)) for row in page]
-    left = [
-        order_id
-        for order_id, order in orders
-        if kind.name in order.identities and not kind.takes(micros(order.created_at))
-    ]
-    return (page[-1].order_id if len(page) == KEPT_ROWS else None), left
+    def run(self) -> Backfilled:
+        # Before it is read: what it gains meanwhile is not counted, so it must be called lacking.
+        lacking = self._looked_through()
+        steps = self._set_all()
+        if not self._history.is_fixed:
+            lacking |= self._lacking()
+        self._empty([], None)
+        for look in range(1, LOOKS_MAX + 1):
+            self._history.must_be_same()
+            is_known = self._end(len(lacking), is_last=look == LOOKS_MAX)
+            if self._job.progress.is_done:
+                break
+            self._leave_out_more()
+            if self._history.is_fixed:
+                lacking = self._looked_through()
+        numbers = self._job.progress.numbers
+        return Backfilled(
+            identity=self._kind.name,
+            orders=numbers.get("orders", 0),
+            cells=numbers.get("cells", 0),
+            steps=steps,
+            lacking=len(lacking),
+            lacking_orders=sorted(lacking)[:SHOWN_MAX],
+            is_behind=not is_known,
+        )
+
+    def _left_out(self, tx: Transaction) -> tuple[int, list[str]]:
+        """Orders of its history that were taken back, and the number that every further one raises."""
+        taken_back = self._unit.stood(tx).state.by_name[self._kind.name].taken_back
+        return taken_back, corrected(tx, self._unit) if taken_back else []
+
+    def _looked_through(self) -> set[str]:
+        """The orders that history lacks of those left to it so far; whoever leaves one from now on says so."""
+
+        def work(tx: Transaction) -> None:
+            self._job.step(tx, self._job.progress)
+            look_anew(tx, self._unit, self._kind)
+
+        self._store.transact(work, name="look", once=True)
+        return self._lacking()
+
+    def _lacking(self) -> set[str]:
+        """Orders that arrived live, were left to history, and do not count there."""
+        pages = left_to_history(self._store, self._unit, self._kind)
+        return {each for left in pages for each in self._history.lacking(self._kind, left)}
+
+    def _set_all(self) -> int:
+        """Set all identities, from where the last run was; in so many steps."""
+        steps = 0
+        # What is not read to its end is closed here, not whenever Python finds it.
+        with closing(self._history.cells(self._kind, self._job.progress.after, self._without)) as cells:
+            for piece in whole_identities(map(self._filled, cells), self._cells_max):
+                self._step(piece, piece[-1].identity)
+                steps += 1
+                self._report(self._job.progress.numbers["orders"], f"orders by {self._kind.name}")
+        return steps
+
+    def _filled(self, cell: HistoryCell) -> Filled:
+        slice_ = self._unit.slice_of(dict(zip(self._history.dimensions, cell.values, strict=True)))
+        return Filled(cell.identity, slice_, cell.count, cell.from_us, cell.to_us)
+
+    def _empty(self, there: Sequence[str], upto: str | None) -> None:
+        """Of identities that vanished from history, leave no more than one transaction can pass."""
+
+        after = self._job.progress.after
+
+        def gone(tx: Transaction) -> list[str]:
+            return vanished(tx, self._unit, self._kind, there, after=after, upto=upto, limit=self._cells_max)
+
+        def work(tx: Transaction, identities: Sequence[str]) -> None:
+            self._job.step(tx, self._job.progress)
+            must_have_dimensions(tx, self._unit, self._history.dimensions)
+            set_identities(tx, self._unit, self._kind, identities, [])
+
+        while len(found := self._store.read(gone)) == self._cells_max:
+            self._store.transact(partial(work, identities=found), name="backfill", once=True)
+            after = found[-1]
+
+    def _step(self, piece: Sequence[Filled], upto: str) -> None:
+        """Set some identities whole."""
+        self._empty(list(dict.fromkeys(each.identity for each in piece)), upto)
+        before = self._job.progress
+        counted = before.adding(orders=sum([each.count for each in piece]), cells=len(piece))
+        progress = Progress(before.source, upto, False, counted)
+
+        def work(tx: Transaction) -> None:
+            self._job.step(tx, progress)
+            must_have_dimensions(tx, self._unit, self._history.dimensions)
+            set_cells(tx, self._unit, self._kind, piece, after=before.after, upto=upto)
+
+        self._store.transact(work, name="backfill", once=True)
+        self._job.stepped(progress)
+
+    def _leave_out_more(self) -> None:
+        """Set the identities anew of which orders were taken back since it began."""
+        taken_back, without = self._store.read(self._left_out)
+        more = sorted(set(without) - set(self._without))
+        identities = self._history.identities_of(self._kind, more) if more else []
+        for at in range(0, len(identities), IDENTITIES_MAX):
+            some = identities[at : at + IDENTITIES_MAX]
+            self._set_again(some, [self._filled(each) for each in self._history.cells_of(self._kind, some, without)])
+        self._taken_back, self._without = taken_back, without
+
+    def _set_again(self, identities: Sequence[str], filled: Sequence[Filled]) -> None:
+        before = self._job.progress
+
+        def work(tx: Transaction) -> Progress:
+            orders, cells = history_part(tx, self._unit, self._kind, identities)
+            more = before.adding(orders=sum(each.count for each in filled) - orders, cells=len(filled) - cells)
+            progress = structs.replace(before, numbers=more)
+            self._job.step(tx, progress)
+            must_have_dimensions(tx, self._unit, self._history.dimensions)
+            set_identities(tx, self._unit, self._kind, identities, filled)
+            return progress
+
+        self._job.stepped(self._store.transact(work, name="backfill", once=True))
+
+    def _end(self, lacking: int, *, is_last: bool) -> bool:
+        """Empty what lies behind the last identity, and say that history is counted, if nobody has taken over.
+
+        False where orders were left to history since it was looked through: then it is said only if nobody can look
+        again, and it is not complete. Where orders of it were taken back, nothing is said.
+        """
+        progress = structs.replace(self._job.progress, is_done=True)
+        goes_on = self._history.is_fixed and not is_last
+
+        def work(tx: Transaction) -> tuple[bool, Progress]:
+            stands = self._unit.stood(tx).state.by_name[self._kind.name]
+            is_changed = stands.taken_back != self._taken_back
+            if is_changed and is_last:
+                raise Conflict("orders of history are being taken back meanwhile", hint="Run it again")
+            if is_changed or (stands.is_behind and goes_on):
+                return False, self._job.progress
+            self._job.step(tx, progress)
+            must_have_dimensions(tx, self._unit, self._history.dimensions)
+            set_cells(tx, self._unit, self._kind, [], after=progress.after, upto=None)
+            _must_be_conserved(tx, self._unit, self._kind, progress.numbers.get("orders", 0))
+            finish(tx, self._unit, self._kind, self._started_at_us, lacking)
+            return not stands.is_behind, progress
+
+        is_known, stepped = self._store.transact(work, name="backfill", once=True)
+        self._job.stepped(stepped)
+        return is_known
 
 
 def _must_be_conserved(tx: Transaction, unit: Unit, kind: IdentityType, orders: int) -> None:

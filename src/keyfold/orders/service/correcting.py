@@ -16,7 +16,7 @@ from keyfold.core.store import Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import insert_new, load, update
 from keyfold.orders import metrics
-from keyfold.orders.model import UNKNOWN, moved_of
+from keyfold.orders.model import UNKNOWN, IdentityType, moved_of
 from keyfold.orders.service.counting import take_back
 from keyfold.orders.service.reading import CellKey, columns_of
 from keyfold.orders.service.unit import DAY_US, Stood, Unit
@@ -125,15 +125,23 @@ def _slice_now(there: Collection[int], mark: Mark, type_id: int, values: Mapping
 
 
 def _count_history_again(tx: Transaction, unit: Unit, stood: Stood, marks: Mapping[str, Mark]) -> None:
-    """An order may also be in the history part of identity types that started later: that has to be counted anew."""
+    """An order may also be in the history part of identity types that started later: that has to be counted anew.
+
+    Where there are none the state is held: a type that is added now would not learn of the order.
+    """
     again = {
         each.name
         for each in stood.state.identities
         for mark in marks.values()
-        if each.source == "backfill" and each.type_id not in mark.identities and not each.takes(mark.created_at_us)
+        if each.type_id not in mark.identities and not each.takes(mark.created_at_us)
     }
     if again:
-        types = [
-            structs.replace(each, filled_at_us=None) if each.name in again else each for each in stood.state.identities
-        ]
+        types = [_recounted(each) if each.name in again else each for each in stood.state.identities]
         unit.change(tx, stood, structs.replace(stood.state, identities=types))
+    elif marks:
+        unit.hold(tx, stood)
+
+
+def _recounted(kind: IdentityType) -> IdentityType:
+    filled_at_us = None if kind.source == "backfill" else kind.filled_at_us
+    return structs.replace(kind, taken_back=kind.taken_back + 1, filled_at_us=filled_at_us)

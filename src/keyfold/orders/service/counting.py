@@ -87,19 +87,19 @@ def count_orders(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder]) 
             verdicts[index] = Verdict(sent.order_id, "set_aside", str(error))
             kept.append((sent, "set_aside"))
             continue
-        if not order.is_whole:
-            kept.append((sent, "before_start"))
+        arrived.append((index, order))
         if order.identities:
-            arrived.append((index, order))
             slices[slice_.slice_id] = slice_
-        else:
-            verdicts[index] = Verdict(sent.order_id, "before_start", "created before the start: left to the backfill")
-    counted, adding = _marked(tx, unit, _with_room(tx, unit, arrived, slices, kept, verdicts), verdicts)
+    marked, adding = _marked(tx, unit, _with_room(tx, unit, arrived, slices, kept, verdicts), verdicts)
+    counted = marked
+    if stood.state.live_ids is None:
+        counted = _told_from_left(tx, unit, arrived, marked, verdicts)
+        kept += [(order.sent, "before_start") for index, order in arrived if _is_left(order, verdicts[index])]
     if counted:
         unit.keep_slices(tx, [slices[each] for each in {order.slice_id for order in counted}])
-        _add(tx, unit, counted, adding)
+        _add(tx, unit, counted, adding if len(counted) == len(marked) else None)
         _free_reservations(tx, unit, [order.order_id for order in counted])
-    _must_be_filled_again(tx, unit, stood, keep(tx, unit, kept))
+    _tell_history(tx, unit, stood, keep(tx, unit, kept))
     found = [each for each in verdicts if each is not None]
     assert len(found) == len(orders)
     left = sum(why == "before_start" for _, why in kept)
@@ -162,11 +162,11 @@ def _with_room(
 ) -> list[tuple[int, Order]]:
     full = unit.without_room(tx, list(slices.values()))
     for index, order in arrived:
-        if order.slice_id in full:
+        if order.slice_id in full and order.identities:
             reason = f"the unit may have {unit.settings.slices_max} combinations of values, and has them"
             verdicts[index] = Verdict(order.order_id, "set_aside", reason)
             kept.append((order.sent, "set_aside"))
-    return [(index, order) for index, order in arrived if order.slice_id not in full]
+    return [(index, order) for index, order in arrived if verdicts[index] is None]
 
 
 def _marked(
@@ -212,6 +212,45 @@ def _marked(
     return counted, adding if len(counted) == len(listed) else None
 
 
+def _told_from_left(
+    tx: Transaction,
+    unit: Unit,
+    arrived: Sequence[tuple[int, Order]],
+    marked: Sequence[Order],
+    verdicts: list[Verdict | None],
+) -> list[Order]:
+    """Those of newly marked orders that count: not what is left to history, nor another order under such an id.
+
+    An order that is left is marked like any other and the mark taken back, so that whoever counts another one under
+    its id at the same time waits for it, and then sees what was kept.
+    """
+    ids = [order.order_id for order in marked]
+    kept = load(tx, unit.tables.kept, {"order_id": ids, "why": ["before_start"] * len(ids)}, ("body",))
+    decode = msgspec.json.Decoder(CompletedOrder).decode
+    left = {order_id: decode(body) for (order_id, _), (body,) in kept.items()}
+    said = {order_id: fingerprint(sent, micros(sent.created_at)) for order_id, sent in left.items()}
+    other = {order.order_id for order in marked if said.get(order.order_id, order.fingerprint) != order.fingerprint}
+    delete(
+        tx,
+        unit.tables.marks,
+        {"order_id": [order.order_id for order in marked if order.order_id in other or not order.identities]},
+    )
+    for index, order in arrived:
+        verdict = verdicts[index]
+        if order.order_id in other:
+            reason = "an order of this id was left to the backfill that said something else"
+            verdicts[index] = Verdict(order.order_id, "conflict", reason)
+        elif not order.identities and verdict is not None and verdict.status != "conflict":
+            reason = "created before the start: left to the backfill"
+            verdicts[index] = Verdict(order.order_id, "before_start", reason)
+    return [order for order in marked if order.order_id not in other and order.identities]
+
+
+def _is_left(order: Order, verdict: Verdict | None) -> bool:
+    """Whether history has to count an order, for some of its identities at least."""
+    return not order.is_whole and verdict is not None and verdict.status != "conflict"
+
+
 def _cells(orders: Sequence[Order]) -> Columns:
     """One more in the live part for each identity that an order counts for: each cell once, in key order."""
     by_type: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
@@ -249,7 +288,9 @@ def _each_once(found: Sequence[tuple[str, int, int]]) -> tuple[Sequence[Any], ..
 
 
 def _adding(tx: Transaction, unit: Unit, orders: Sequence[Order]) -> list[Statement]:
-    """What adds orders to their cells."""
+    """What adds orders to their cells; nothing where all of them are left to history."""
+    if not any(order.identities for order in orders):
+        return []
     return increments(tx, unit.tables.cells, _cells(orders), least=["live_from_us"], greatest=["live_to_us"])
 
 
@@ -308,18 +349,25 @@ def keep(tx: Transaction, unit: Unit, orders: Sequence[tuple[CompletedOrder, Why
     return [sent for key, sent in by_key.items() if key in new and key[1] == "before_start"]
 
 
-def _must_be_filled_again(tx: Transaction, unit: Unit, stood: Stood, left: Sequence[CompletedOrder]) -> None:
-    """History that was counted before an order was left to it is not complete: it lacks at least that one."""
+def _tell_history(tx: Transaction, unit: Unit, stood: Stood, left: Sequence[CompletedOrder]) -> None:
+    """Whoever counts history learns that orders were left to it: what was looked through before may lack them.
+
+    Where that is known, or nobody has begun, the state is held as it is: who looks from then on sees the orders.
+    """
+    if not left:
+        return
     named = {(name, micros(sent.created_at)) for sent in left for name in sent.identities}
-    lacking = {
+    behind = {
         kind.name
         for kind in stood.state.identities
-        if kind.filled_at_us is not None and not kind.lacking
+        if kind.source and not kind.is_behind
         if any(name == kind.name and not kind.takes(created_at_us) for name, created_at_us in named)
     }
-    if lacking:
-        types = [structs.replace(each, lacking=1) if each.name in lacking else each for each in stood.state.identities]
-        unit.change(tx, stood, structs.replace(stood.state, identities=types))
+    if not behind:
+        unit.hold(tx, stood)
+        return
+    types = [structs.replace(each, is_behind=True) if each.name in behind else each for each in stood.state.identities]
+    unit.change(tx, stood, structs.replace(stood.state, identities=types))
 
 
 def _measure(unit: Unit, verdicts: Sequence[Verdict], left_to_history: int) -> None:

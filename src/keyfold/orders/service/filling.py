@@ -1,17 +1,21 @@
 """The history part of cells: set whole identity by identity, so that setting it again is right whatever was there."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
+import msgspec
 import sqlalchemy as sa
 from msgspec import Struct, structs
 
 from keyfold.core.errors import BadInput, Conflict
 from keyfold.core.store import Store, Transaction, batch
 from keyfold.core.store.batch import Columns
-from keyfold.core.store.shapes import increment
-from keyfold.orders.model import IdentityType, Slice, UnitState
+from keyfold.core.store.shapes import increment, load
+from keyfold.orders.model import CompletedOrder, IdentityType, Slice, UnitState, micros
 from keyfold.orders.service.unit import Stood, Unit
 from keyfold.orders.tables import NEVER_FROM_US, NEVER_TO_US
+
+KEPT_ROWS = 50_000  # looked at in one read
 
 
 class Filled(Struct, frozen=True, gc=False):
@@ -29,9 +33,32 @@ def set_cells(
 ) -> None:
     """Set the history part of every cell of the identities behind `after` up to `upto`; what is not given is zero."""
     _put(tx, unit, kind, filled)
-    value = unit.tables.cells.c.identity_value
-    bounds = [*([value > after] if after is not None else []), *([value <= upto] if upto is not None else [])]
-    _zero(tx, unit, kind, filled, bounds)
+    _zero(tx, unit, kind, filled, _within(unit.tables.cells.c.identity_value, after, upto))
+
+
+def vanished(
+    tx: Transaction,
+    unit: Unit,
+    kind: IdentityType,
+    there: Sequence[str],
+    *,
+    after: str | None,
+    upto: str | None,
+    limit: int,
+) -> list[str]:
+    """The next identities behind `after` up to `upto` with a history part that are not there any more."""
+    cells = unit.tables.cells
+    value = cells.c.identity_value
+    gone = sa.select(value).distinct().where(cells.c.identity_type == kind.type_id, cells.c.history_count != 0)
+    gone = gone.where(*_within(value, after, upto))
+    if there:
+        given = batch.relation(tx, cells, {"identity_value": list(there)}, "given")
+        gone = gone.where(~sa.exists().where(given.c.identity_value == value))
+    return list(tx.execute(gone.order_by(value).limit(limit)).scalars())
+
+
+def _within(value: sa.Column[str], after: str | None, upto: str | None) -> list[sa.ColumnElement[bool]]:
+    return [*([value > after] if after is not None else []), *([value <= upto] if upto is not None else [])]
 
 
 def set_identities(
@@ -43,6 +70,13 @@ def set_identities(
         wanted = batch.relation(tx, unit.tables.cells, {"identity_value": list(identities)}, "wanted")
         chosen = sa.exists().where(wanted.c.identity_value == unit.tables.cells.c.identity_value)
         _zero(tx, unit, kind, filled, [chosen])
+
+
+def history_part(tx: Transaction, unit: Unit, kind: IdentityType, identities: Sequence[str]) -> tuple[int, int]:
+    """How many orders the history part of identities has, and in how many cells."""
+    keys: Columns = {"identity_type": [kind.type_id] * len(identities), "identity_value": list(identities)}
+    counts = [count for (count,) in load(tx, unit.tables.cells, keys, ("history_count",)).values()]
+    return sum(counts), sum(count != 0 for count in counts)
 
 
 def _put(tx: Transaction, unit: Unit, kind: IdentityType, filled: Sequence[Filled]) -> None:
@@ -121,6 +155,40 @@ def claim(store: Store, unit: Unit, names: Sequence[str], source: str) -> list[I
         return [structs.replace(kind, source=source) for kind in types]
 
     return store.transact(work, name=f"claim {source}")
+
+
+def look_anew(tx: Transaction, unit: Unit, kind: IdentityType) -> None:
+    """History is about to be looked through for the orders left to it: whoever leaves one from now on says so.
+
+    It waits for all who hold the state, so that every order left before is seen by who looks now.
+    """
+    stood = unit.stood(tx)
+    known = stood.state.by_name[kind.name]
+    # It lacks at least one until somebody has looked to the end: who looks now may be stopped.
+    _change(tx, unit, stood, {kind.name: {"is_behind": False, "lacking": max(known.lacking, int(known.is_behind))}})
+
+
+def left_to_history(store: Store, unit: Unit, kind: IdentityType) -> Iterator[list[str]]:
+    """The orders that arrived live and were left to the history of an identity type, in bounded pages."""
+    after: str | None = ""
+    while after is not None:
+        after, left = store.read(partial(_page_of_left, unit=unit, kind=kind, after=after))
+        yield left
+
+
+def _page_of_left(tx: Transaction, unit: Unit, kind: IdentityType, after: str) -> tuple[str | None, list[str]]:
+    """The next of them; and where to go on."""
+    kept = unit.tables.kept
+    wanted = sa.select(kept.c.order_id, kept.c.body).where(kept.c.why == "before_start", kept.c.order_id > after)
+    page = tx.execute(wanted.order_by(kept.c.order_id).limit(KEPT_ROWS)).all()
+    decode = msgspec.json.Decoder(CompletedOrder).decode
+    orders = [(row.order_id, decode(row.body)) for row in page]
+    left = [
+        order_id
+        for order_id, order in orders
+        if kind.name in order.identities and not kind.takes(micros(order.created_at))
+    ]
+    return (page[-1].order_id if len(page) == KEPT_ROWS else None), left
 
 
 def finish(tx: Transaction, unit: Unit, kind: IdentityType, filled_at_us: int, lacking: int) -> None:

@@ -6,7 +6,7 @@ Everything that could be wrong with it is looked at before anything is written, 
 import hashlib
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,15 +15,18 @@ import msgspec
 from msgspec import Struct
 
 from keyfold.bulk import engines
-from keyfold.core.errors import BadInput
+from keyfold.core.errors import BadInput, Conflict
 from keyfold.core.times import iso
 from keyfold.orders.model import APPLICATION, BRAND, UNKNOWN, IdentityType, UnitState
 from keyfold.orders.service.unit import Unit
+from keyfold.orders.settings import OWN_PREFIX
 
 if TYPE_CHECKING:
     import ibis.expr.types as ir
 
 ORDER_ID, CREATED_AT = "order_id", "created_at"
+# Columns of our own beside those of users, whose names cannot begin like this.
+COUNT, FROM, TO, SINGLE, LIVE = (f"{OWN_PREFIX}{name}" for name in ("count", "from", "to", "single", "is_live"))
 TEXT_MAX = 200
 SHOWN_MAX = 10
 BATCH_ROWS = 50_000
@@ -62,18 +65,30 @@ def names_of(unit: Unit, state: UnitState, identities: Sequence[str] | None = No
 class History:
     """Historical orders with the names of a unit: order_id, created_at, identities, dimensions."""
 
-    def __init__(self, unit: Unit, table: "ir.Table", names: "Names", source: str) -> None:
+    def __init__(
+        self, unit: Unit, table: "ir.Table", names: "Names", source: str, stamp: "Callable[[], str] | None" = None
+    ) -> None:
+        """`stamp` tells what the table is now; None where nothing tells, and it may change while it is read."""
         self.unit = unit
+        self.is_fixed = stamp is not None
+        self._stamp, self._stamped = stamp, stamp() if stamp else ""
         self.dimensions = names.dimensions
         self.identities = names.identities
         self.source = f"{source} {_read_by(unit, names)}"
+        self._given = table
+        self._time_column = names.columns.get(CREATED_AT, CREATED_AT)
         self._table = _named(unit, table, names)
 
     def must_be_sound(self) -> None:
         """Refuse a table that cannot be counted exactly, with everything that is wrong with it."""
-        wrong = [*self._not_there(), *self._twice(), *self._unmapped(), *self._too_long()]
+        wrong = [*self._not_times(), *self._not_there(), *self._twice(), *self._unmapped(), *self._not_to_keep()]
         if wrong:
             raise BadInput("; ".join(wrong), place="history")
+
+    def must_be_same(self) -> None:
+        """What was read of it is of one history."""
+        if self._stamp is not None and self._stamp() != self._stamped:
+            raise Conflict("the files of history have changed while they were read", hint="Run it again")
 
     def count(self) -> int:
         return int(self._table.count().execute())
@@ -83,16 +98,23 @@ class History:
         orders = self._orders(kind, None, ())
         return int(orders.filter(orders[CREATED_AT] < self._moment(kind.start_us or 0)).count().execute())
 
-    def cells(self, kind: IdentityType, after: str | None, without: Sequence[str]) -> Iterator[HistoryCell]:
+    def cells(self, kind: IdentityType, after: str | None, without: Sequence[str]) -> Generator[HistoryCell]:
         """The cells of an identity type, of orders created before its start, in the order of the identities."""
+        yield from self._cells(kind, self._orders(kind, after, without))
+
+    def cells_of(self, kind: IdentityType, identities: Sequence[str], without: Sequence[str]) -> Generator[HistoryCell]:
+        """The same of some identities."""
+        orders = self._orders(kind, None, without)
+        yield from self._cells(kind, orders.filter(orders[kind.name].isin(list(identities))))
+
+    def _cells(self, kind: IdentityType, orders: "ir.Table") -> Generator[HistoryCell]:
         import ibis
 
-        orders = self._orders(kind, after, without)
         orders = orders.filter(orders[CREATED_AT] < self._moment(kind.start_us or 0))
         yield from self._streamed(
             orders.group_by([kind.name, *self.dimensions])
-            .agg(count=orders.count(), from_us=orders[CREATED_AT].min(), to_us=orders[CREATED_AT].max())
-            .mutate(order_id=ibis.literal(""), is_live=ibis.literal(False))
+            .agg(**_counted(orders))
+            .mutate(**{SINGLE: ibis.literal(""), LIVE: ibis.literal(False)})
             .order_by(kind.name),
             kind.name,
         )
@@ -110,24 +132,15 @@ class History:
         is_live: Any = ibis.literal(True)
         if kind.start_us is not None:
             is_live = orders[CREATED_AT] >= self._moment(kind.start_us)
-        orders = orders.mutate(is_live=is_live)
+        orders = orders.mutate(**{LIVE: is_live})
         edge = self._moment(single_from_us)
-        old = orders.filter(~((orders[CREATED_AT] >= edge) & orders.is_live))
-        new = orders.filter((orders[CREATED_AT] >= edge) & orders.is_live)
-        names = [kind.name, *self.dimensions, "is_live"]
-        together = (
-            old.group_by(names)
-            .agg(count=old.count(), from_us=old[CREATED_AT].min(), to_us=old[CREATED_AT].max())
-            .mutate(order_id=ibis.literal(""))
-        )
-        single = new.select(
-            *names,
-            count=ibis.literal(1, "int64"),
-            from_us=new[CREATED_AT],
-            to_us=new[CREATED_AT],
-            order_id=new[ORDER_ID],
-        )
-        columns = [*names, "count", "from_us", "to_us", "order_id"]
+        old = orders.filter(~((orders[CREATED_AT] >= edge) & orders[LIVE]))
+        new = orders.filter((orders[CREATED_AT] >= edge) & orders[LIVE])
+        names = [kind.name, *self.dimensions, LIVE]
+        together = old.group_by(names).agg(**_counted(old)).mutate(**{SINGLE: ibis.literal("")})
+        one = {COUNT: ibis.literal(1, "int64"), FROM: new[CREATED_AT], TO: new[CREATED_AT], SINGLE: new[ORDER_ID]}
+        single = new.select(*names, **one)
+        columns = [*names, COUNT, FROM, TO, SINGLE]
         every = together.select(*columns).union(single.select(*columns))
         yield from self._streamed(every.order_by(kind.name), kind.name)
 
@@ -141,6 +154,14 @@ class History:
         orders = self._orders(kind, None, ())
         missing = wanted.anti_join(orders.filter(orders[CREATED_AT] < self._moment(kind.start_us or 0)), ORDER_ID)
         return sorted(missing.to_pyarrow()[ORDER_ID].to_pylist())
+
+    def identities_of(self, kind: IdentityType, order_ids: Sequence[str]) -> list[str]:
+        """Whose the orders are, of those that history has."""
+        import ibis
+
+        wanted = ibis.memtable({ORDER_ID: list(order_ids)}, schema={ORDER_ID: "string"})
+        found = self._orders(kind, None, ()).semi_join(wanted, ORDER_ID).select(kind.name).distinct()
+        return sorted(found.to_pyarrow()[kind.name].to_pylist())
 
     def _orders(self, kind: IdentityType, after: str | None, without: Sequence[str]) -> "ir.Table":
         import ibis
@@ -156,9 +177,11 @@ class History:
     def _moment(self, time_us: int) -> Any:
         import ibis
 
-        kind = self._table[CREATED_AT].type()
+        # Without an offset the text would be a time in whatever zone the connection is set to.
         text = iso(max(time_us, 0)).removesuffix("Z")
-        return ibis.literal(text).cast("timestamp('UTC')" if kind.timezone else "timestamp")
+        if self._table[CREATED_AT].type().timezone:
+            return ibis.literal(f"{text}+00:00").cast("timestamp('UTC')")
+        return ibis.literal(text).cast("timestamp")
 
     def _streamed(self, table: "ir.Table", identity: str) -> Iterator[HistoryCell]:
         import pyarrow as pa
@@ -172,17 +195,26 @@ class History:
                 )
                 moments = [
                     rows[name].cast(pa.timestamp("us", tz=rows[name].type.tz), safe=False).cast(pa.int64()).to_pylist()
-                    for name in ("from_us", "to_us")
+                    for name in (FROM, TO)
                 ]
                 yield from map(
                     HistoryCell,
                     rows[identity].to_pylist(),
                     values,
-                    rows["count"].to_pylist(),
+                    rows[COUNT].to_pylist(),
                     *moments,
-                    rows["order_id"].to_pylist(),
-                    rows["is_live"].to_pylist(),
+                    rows[SINGLE].to_pylist(),
+                    rows[LIVE].to_pylist(),
                 )
+
+    def _not_times(self) -> Iterator[str]:
+        text = _column(self._given, self._time_column)
+        if not text.type().is_string():
+            return
+        wrong = self._given.filter(text.notnull() & _time_of(text).isnull()).select(text=text)
+        if count := int(wrong.count().execute()):
+            shown = wrong.limit(1).to_pyarrow()["text"][0].as_py()
+            yield f"{count} values of {self._time_column} are no times: {shown[:50]!r}; write 2026-11-15T20:30:00Z"
 
     def _not_there(self) -> Iterator[str]:
         for name in (ORDER_ID, CREATED_AT):
@@ -210,22 +242,37 @@ class History:
             shown = ", ".join(missing[:SHOWN_MAX]) + ", …" * (len(missing) > SHOWN_MAX)
             yield f"{len(missing)} applications have no brand: {shown}"
 
-    def _too_long(self) -> Iterator[str]:
+    def _not_to_keep(self) -> Iterator[str]:
+        """Values that no store takes: some would take a NUL, and fail in the middle."""
+        # PostgreSQL has no text with a NUL, and its regular expressions know none.
+        has_nul = self._table.get_backend().name != "postgres"
         for name in (ORDER_ID, *self.identities, *self.dimensions):
-            if count := int((self._table[name].length() > TEXT_MAX).sum().fill_null(0).execute()):
+            value = self._table[name]
+            if count := int((value.length() > TEXT_MAX).sum().fill_null(0).execute()):
                 yield f"{count} values of {name} are longer than {TEXT_MAX} characters"
+            if has_nul and (count := int(value.re_search(r"\x00").sum().fill_null(0).execute())):
+                yield f"{count} values of {name} have a NUL"
+
+
+def _counted(orders: "ir.Table") -> dict[str, Any]:
+    created_at = orders[CREATED_AT]
+    return {COUNT: orders.count(), FROM: created_at.min(), TO: created_at.max()}
 
 
 def opened(unit: Unit, where: "str | ir.Table", names: Names, source: str = "") -> History:
     """The history of a unit: Parquet files by path or pattern, or an Ibis table that a program gives."""
     if not isinstance(where, str):
         # Two tables cannot be told apart: a run that was stopped begins anew, unless the caller says which this is.
-        return History(unit, where, names, source or uuid.uuid4().hex)
+        return History(unit, where, names, source or uuid.uuid4().hex, (lambda: source) if source else None)
     paths = _files(where)
-    stamp = hashlib.sha256(
-        msgspec.json.encode([(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths])
-    )
-    return History(unit, _parquet(paths, unit.settings.history_megabytes_max), names, stamp.hexdigest())
+    table = _parquet(paths, unit.settings.history_megabytes_max)
+    return History(unit, table, names, _stamp(paths), lambda: _stamp(paths))
+
+
+def _stamp(paths: Sequence[Path]) -> str:
+    """What tells files from those that they were before."""
+    found = [(str(path), *((path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else ())) for path in paths]
+    return hashlib.sha256(msgspec.json.encode(found)).hexdigest()
 
 
 def _read_by(unit: Unit, names: Names) -> str:
@@ -257,8 +304,6 @@ def _parquet(paths: Sequence[Path], megabytes_max: int) -> "ir.Table":
 
 def _named(unit: Unit, table: "ir.Table", names: Names) -> "ir.Table":
     """The columns under our names; all that are missing are told at once."""
-    import ibis
-
     identities, dimensions, columns = names.identities, names.dimensions, names.columns
     brands = unit.settings.application_brands
     by_application = BRAND in dimensions and bool(brands)
@@ -286,7 +331,7 @@ def _named(unit: Unit, table: "ir.Table", names: Names) -> "ir.Table":
         )
     moment = found[CREATED_AT]
     if moment.type().is_string():
-        found[CREATED_AT] = moment.cast("timestamp('UTC')")
+        found[CREATED_AT] = _time_of(moment)
     elif not moment.type().is_timestamp():
         raise BadInput(f"{columns.get(CREATED_AT, CREATED_AT)} must be a timestamp", place="history")
     for name, column in found.items():
@@ -300,13 +345,43 @@ def _named(unit: Unit, table: "ir.Table", names: Names) -> "ir.Table":
             found[name] = found[name].cast("string").nullif("")
             if name != APPLICATION:
                 found[name] = found[name].fill_null(UNKNOWN)
-    named = table.select(**found)
-    if by_application:
-        brand = named[APPLICATION].cases(*brands.items(), else_=UNKNOWN)
-        named = named.mutate(**{BRAND: ibis.coalesce(brand, ibis.literal(UNKNOWN))})
-    return unit.hooks.history(named) if unit.hooks.history is not None else named
+    named = _hooked(unit, table.select(**found))
+    # Behind the hook, as of live orders: it may be what makes an application one that has a brand.
+    return _branded(named, brands) if by_application else named
 
 
+def _hooked(unit: Unit, named: "ir.Table") -> "ir.Table":
+    """The table as the hook of the unit wants it counted, with all the columns that it was given."""
+    if unit.hooks.history is None:
+        return named
+    hooked = unit.hooks.history(named)
+    if lost := sorted(set(named.columns) - set(hooked.columns)):
+        raise BadInput(f"the hook of history has dropped columns: {', '.join(lost)}", place="history")
+    return hooked
+
+
+def _branded(named: "ir.Table", brands: Mapping[str, str]) -> "ir.Table":
+    """With the brand of the application; without one, the brand that a hook has given, or none is known."""
+    import ibis
+
+    given = named[BRAND] if BRAND in named.columns else ibis.null("string")
+    brand = named[APPLICATION].cases(*brands.items(), else_=None)
+    return named.mutate(**{BRAND: ibis.coalesce(brand, given, ibis.literal(UNKNOWN))})
+
+
+def _time_of(text: Any) -> Any:
+    """The time that text tells, null where it tells none and the engine can say so.
+
+    Text that names no zone is taken as UTC, not in the zone that the connection is set to.
+    """
+    from ibis.expr import operations
+
+    with_zone = text.re_search(_ZONE).ifelse(text, text + "Z")
+    can_try = text.get_backend().has_operation(operations.TryCast)
+    return (with_zone.try_cast if can_try else with_zone.cast)("timestamp('UTC')")
+
+
+_ZONE = r"\d:\d\d(:\d\d(\.\d+)?)?\s*([Zz]|[+-]\d\d(:?\d\d)?)$"  # behind a time of the day, or a date would end in one
 _FLOATING = "Write it as text, or as whole numbers that may be null: 123.0 would be another identity than 123"
 
 

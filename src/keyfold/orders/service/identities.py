@@ -8,6 +8,7 @@ from keyfold.core.store import Store, Transaction
 from keyfold.orders.model import IdentityType
 from keyfold.orders.service.filling import must_not_be_splitting
 from keyfold.orders.service.unit import Unit, must_lie_ahead
+from keyfold.orders.settings import why_not_name
 
 
 def add_identity(
@@ -26,8 +27,8 @@ def add_identity(
                 return known
             raise Conflict(f"the identity type {name!r} is there, with another start, which cannot change")
         must_not_be_splitting(state)
-        if name in state.dimensions:
-            raise BadInput(f"{name!r} is a dimension")
+        if why := why_not_name(name, [*state.by_name, *state.dimensions]):
+            raise BadInput(why)
         lead = unit.settings.start_lead_seconds_min
         chosen = start_us if start_us is not None else tx.now_us + (lead + 60) * SECOND_US
         must_lie_ahead(unit, chosen, tx.now_us, "start")

@@ -15,7 +15,17 @@ from keyfold.core.errors import BadInput
 from keyfold.core.store import Store, Transaction
 from keyfold.core.times import moment_us
 from keyfold.orders.model import BRAND, UNKNOWN, IdentityType
-from keyfold.orders.service.filling import Filled, Report, claim, finish, must_have_dimensions, set_identities, silent
+from keyfold.orders.service.filling import (
+    Filled,
+    Report,
+    claim,
+    finish,
+    left_to_history,
+    look_anew,
+    must_have_dimensions,
+    set_identities,
+    silent,
+)
 from keyfold.orders.service.jobs import Job, Progress
 from keyfold.orders.service.unit import Unit
 
@@ -39,6 +49,8 @@ class Imported(Struct, frozen=True):
     orders: int
     refused: int
     refused_documents: list[RefusedDocument]  # some of them
+    left: int  # orders that arrived live and were left to history: documents do not tell whether they have them
+    lacking: int  # at least so many are not known to be counted, of this file and of those before
 
 
 class _Refused(Exception):
@@ -53,14 +65,20 @@ def import_documents(
     source: str,
     report: Report = silent,
     *,
+    is_settled: bool = False,
     documents_max: int = DOCUMENTS_MAX,
 ) -> Imported:
-    """Set the history part of identities from documents, one JSON object a line."""
+    """Set the history part of identities from documents, one JSON object a line.
+
+    What was refused, of any file, and what was left to history keep it incomplete until somebody says that it is
+    settled: that is in the documents by now, or is to be left out.
+    """
     dimensions = _must_fit(store, unit)
     (kind,) = claim(store, unit, [name], "import")
     started_at_us = store.read(lambda tx: tx.now_us)
     job = Job.begin(store, unit, f"import {name}", f"{source} {','.join(dimensions)} {unit.settings.mixed_brand}")
     begin = int(job.progress.after or 0)
+    left = _left(store, unit, kind, job)
     refused: list[RefusedDocument] = []
     for piece in _pieces(lines, begin, documents_max):
         read = [_read(unit, kind, dimensions, number, line) for number, line in piece]
@@ -69,13 +87,37 @@ def import_documents(
         report(piece[-1][0], f"documents of {name}")
     done = structs.replace(job.progress, is_done=True)
 
-    def end(tx: Transaction) -> None:
-        job.step(tx, done)
-        finish(tx, unit, kind, started_at_us, done.numbers.get("refused", 0))
-
-    store.transact(end, name="import done", once=True)
     numbers = done.numbers
-    return Imported(name, numbers.get("documents", 0), numbers.get("orders", 0), numbers.get("refused", 0), refused)
+
+    def end(tx: Transaction) -> int:
+        job.step(tx, done)
+        lacking = numbers.get("refused", 0)
+        if not is_settled:
+            lacking = max(lacking + left, unit.stood(tx).state.by_name[name].lacking)
+        finish(tx, unit, kind, started_at_us, lacking)
+        return lacking
+
+    lacking = store.transact(end, name="import done", once=True)
+    return Imported(
+        name,
+        documents=numbers.get("documents", 0),
+        orders=numbers.get("orders", 0),
+        refused=numbers.get("refused", 0),
+        refused_documents=refused,
+        left=left,
+        lacking=lacking,
+    )
+
+
+def _left(store: Store, unit: Unit, kind: IdentityType, job: Job) -> int:
+    """How many orders were left to history so far; whoever leaves one from now on says so."""
+
+    def work(tx: Transaction) -> None:
+        job.step(tx, job.progress)
+        look_anew(tx, unit, kind)
+
+    store.transact(work, name="look", once=True)
+    return sum(len(each) for each in left_to_history(store, unit, kind))
 
 
 def _must_fit(store: Store, unit: Unit) -> list[str]:

@@ -183,7 +183,8 @@ def _history(kind: IdentityType) -> str:
 
 
 def is_complete(kind: IdentityType) -> bool:
-    """Whether all of history is counted: filled to its end after the start had passed, and nothing was lacking."""
+    """Whether all of history is counted: filled to its end after the start had passed, and nothing is lacking."""
     if kind.start_us is None:
         return True
-    return kind.filled_at_us is not None and kind.filled_at_us >= kind.start_us and not kind.lacking
+    is_filled = kind.filled_at_us is not None and kind.filled_at_us >= kind.start_us
+    return is_filled and not kind.lacking and not kind.is_behind

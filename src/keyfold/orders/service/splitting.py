@@ -25,9 +25,11 @@ from keyfold.orders.service.history import History, HistoryCell
 from keyfold.orders.service.jobs import Job, Progress, progress_of
 from keyfold.orders.service.reading import PARTS
 from keyfold.orders.service.unit import DAY_US, Unit
+from keyfold.orders.settings import why_not_name
 from keyfold.orders.tables import NEVER_FROM_US, NEVER_TO_US
 
 CELLS_MAX = 2_000  # in one transaction
+ROWS_MAX = 20_000  # of history, read for one transaction
 SHOWN_MAX = 100
 
 Place = tuple[str, int]  # identity, slice
@@ -82,8 +84,8 @@ def switch(store: Store, unit: Unit, dimension: str, column: str | None = None) 
         must_not_be_splitting(state)
         if dimension in state.dimensions:
             return None
-        if any(each.name == dimension for each in state.identities):
-            raise BadInput(f"{dimension!r} is an identity type")
+        if why := why_not_name(dimension, [*state.by_name, *state.dimensions]):
+            raise BadInput(why)
         _must_be_filled(state)
         _must_not_be_filling(tx, unit)
         # Marks go a day behind the watermark: every order from then on that is counted live has one.
@@ -249,9 +251,10 @@ class _Splitter:
         )
         # What is not read to its end is closed here, not whenever Python finds it: another query may run by then.
         with closing(self._read_history(job.progress.after)) as cells:
-            stream = _Ranges(cells)
-            while upto := self._next_end(job.progress.after):
-                self.unexplained += self._step(job, upto, stream.up_to(upto))
+            stream = _Ranges(cells, ROWS_MAX)
+            while identities := self._next_identities(job.progress.after):
+                upto, explained = stream.take(identities)
+                self.unexplained += self._step(job, upto, explained)
                 looked_at = job.progress.numbers["cells"] + job.progress.numbers["left"]
                 self._report(looked_at, f"cells of {self._kind.name} by {dimension}")
         progress = structs.replace(job.progress, is_done=True)
@@ -271,18 +274,16 @@ class _Splitter:
         without = self._store.read(lambda tx: corrected(tx, self._unit))
         yield from self._history.all_cells(self._kind, after, without, single_from_us=self._splitting.marked_from_us)
 
-    def _next_end(self, after: str | None) -> str | None:
-        """The last identity of the next range: as many whole identities as fit into one transaction."""
+    def _next_identities(self, after: str | None) -> list[str]:
+        """The next identities that have old cells, in order: as many whole ones as fit into one transaction."""
         found = self._store.read(
             lambda tx: _next_cells(
                 tx, self._unit, self._splitting.dimension, self._kind.type_id, after, self._cells_max
             )
         )
-        if not found:
-            return None
-        if len(found) < self._cells_max or found[0][0] == found[-1][0]:
-            return found[-1][0]
-        return next(identity for identity, _ in reversed(found) if identity != found[-1][0])
+        identities = list(dict.fromkeys(identity for identity, _ in found))
+        is_cut = len(found) == self._cells_max and len(identities) > 1
+        return identities[:-1] if is_cut else identities
 
     def _step(self, job: Job, upto: str, explained: Sequence[HistoryCell]) -> list[Unexplained]:
         before = job.progress
@@ -472,16 +473,24 @@ class _Splitter:
 class _Ranges:
     """A stream of cells in the order of their identities, taken range by range."""
 
-    def __init__(self, cells: Iterator[HistoryCell]) -> None:
+    def __init__(self, cells: Iterator[HistoryCell], rows_max: int) -> None:
         self._cells = cells
+        self._rows_max = rows_max
         self._next: HistoryCell | None = next(cells, None)
 
-    def up_to(self, identity: str) -> list[HistoryCell]:
-        taken: list[HistoryCell] = []
-        while self._next is not None and self._next.identity <= identity:
-            taken.append(self._next)
+    def take(self, identities: Sequence[str]) -> tuple[str, list[HistoryCell]]:
+        """What history has of the identities, which are in order, up to the one that makes too many rows; and that one.
+
+        Of an identity all is taken. What lies between them is passed over.
+        """
+        wanted, taken = set(identities), list[HistoryCell]()
+        while self._next is not None and self._next.identity <= identities[-1]:
+            if len(taken) >= self._rows_max and self._next.identity != taken[-1].identity:
+                return taken[-1].identity, taken
+            if self._next.identity in wanted:
+                taken.append(self._next)
             self._next = next(self._cells, None)
-        return taken
+        return identities[-1], taken
 
 
 def _empty() -> Part:

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from keyfold.core.clock import SECOND_US
 from keyfold.core.context import Context
-from keyfold.core.errors import Internal, NotFound, SettingsWrong
+from keyfold.core.errors import Internal, LostRace, NotFound, SettingsWrong
 from keyfold.core.settings import Settings
 from keyfold.core.store import Store, Transaction
 from keyfold.core.store.batch import Columns
@@ -95,6 +95,17 @@ class Unit:
             },
         )
         self._seen = None
+
+    def hold(self, tx: Transaction, stood: Stood) -> None:
+        """Let nobody change the state until this transaction has ended; others may hold it as well.
+
+        Whoever changes the state afterwards then sees all that was written by it. SQLite has one writer at a time.
+        """
+        if tx.is_sqlite:
+            return
+        held = tx.rows(f"SELECT version FROM {self.tables.state.name} WHERE name = %s FOR SHARE", (STATE,))  # noqa: S608
+        if held != [(stood.version,)]:
+            raise LostRace(f"the state of the unit {self.name} has changed")
 
     def late_before_us(self, stood: Stood, now_us: int) -> int:
         """Orders created before this are late: by the stored watermark, which marks are purged by, and by the clock."""
@@ -215,7 +226,8 @@ def _register(store: Store, unit: Unit, settings: UnitSettings) -> None:
         if load(tx, unit.tables.state, {"name": [STATE]}, ()):
             return
         start_us = _start_us(unit, settings.start, tx.now_us)
-        types = [IdentityType(name, number, start_us) for number, name in enumerate(settings.identities, 1)]
+        named = enumerate(settings.identities, 1)
+        types = [IdentityType(name, number, start_us, taken_back=0) for number, name in named]
         state = UnitState(types, list(settings.dimensions))
         row: Columns = {
             "name": [STATE],
