@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.timeout(TIMEOUT_SECONDS),
 ]
 
-SEEDS = 240
+SEEDS = 180
 
 
 @pytest.mark.fault("crash between two steps", "orders")

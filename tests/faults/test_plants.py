@@ -63,14 +63,14 @@ POINTS_MAX = 300
 # A law, or the store, the decoder or a look-up that refuses what is wrong; by anything else a plant is not caught.
 REFUSED = "DataRefused|DecodeError|MultipleResultsFound|Internal|StoreBusy"
 CAUGHT = re.compile(rf"seed \d+: ([XGNCOS]\d|{REFUSED}): ")
-# In `make test` every second plant of each harness, today's half or the other; all of them in `make faults`.
-HALVES = 2
+# In `make test` every fourth plant of each harness, those of today; all of them in `make faults`.
+QUARTERS = 4
 
 
 def rotating(harness: str) -> pytest.MarkDecorator:
     """The plants of this harness whose turn it is."""
     every = [plant for plant in PLANTS if plant.harness == harness]
-    chosen = every if LONG else every[rotation() % min(HALVES, len(every)) :: HALVES]
+    chosen = every if LONG else every[rotation() % min(QUARTERS, len(every)) :: QUARTERS]
     marked = [
         pytest.param(plant, id=plant.name, marks=pytest.mark.fault("planted bug", plant.part)) for plant in chosen
     ]
@@ -394,4 +394,4 @@ def test_every_plant_has_a_harness_and_at_least_ten_are_tried_each_time() -> Non
     assert set(WRITERS) == {plant.name for plant in PLANTS if plant.harness == "writers"}
     assert set(ORDER_WRITERS) == {plant.name for plant in PLANTS if plant.harness == order_plants.WRITERS}
     counts = [sum(plant.harness == harness for plant in PLANTS) for harness in harnesses]
-    assert sum(max(1, count // HALVES) for count in counts) >= 10
+    assert sum(max(1, count // QUARTERS) for count in counts) >= 10

@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.timeout(TIMEOUT_SECONDS),
 ]
 
-SEEDS = 300
+SEEDS = 200
 
 
 @pytest.mark.fault("crash between two steps", "profiles")

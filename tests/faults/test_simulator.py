@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.timeout(TIMEOUT_SECONDS),
 ]
 
-SEEDS = 360
+SEEDS = 520
 
 
 @pytest.mark.fault("crash between two steps", "ground", "tally")
