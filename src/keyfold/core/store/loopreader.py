@@ -5,7 +5,6 @@ no answer: it is then read the usual way, which knows what errors mean and when 
 """
 
 import asyncio
-import select
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -20,7 +19,6 @@ from keyfold.core.store.pqcursor import BINARY, numbered
 log = structlog.get_logger(__name__)
 
 OPEN_AGAIN_SECONDS = 1.0
-SOON_MILLISECONDS = 1
 
 
 class LoopConnection:
@@ -37,8 +35,6 @@ class LoopConnection:
         self._waiting: asyncio.Future[None] | None = None
         self._prepared: dict[str, bytes] = {}
         self.is_lost = False
-        self._soon = select.poll()
-        self._soon.register(self._socket, select.POLLIN)
         loop.add_reader(self._socket, self._readable)
 
     async def rows(self, sql: str, parameters: Sequence[str]) -> list[Row]:
@@ -65,7 +61,6 @@ class LoopConnection:
         """What the statement that was sent gave."""
         if self._pgconn.flush():
             raise psycopg.OperationalError("the socket does not take a small statement: the server does not read")
-        self._wait_a_moment()
         last: pq.abc.PGresult | None = None
         while True:
             while self._pgconn.is_busy():
@@ -83,11 +78,6 @@ class LoopConnection:
             last = result
         assert last is not None
         return last
-
-    def _wait_a_moment(self) -> None:
-        """A small answer is there before the loop would have heard of it; whatever takes longer, the loop waits for."""
-        if self._pgconn.is_busy() and self._soon.poll(SOON_MILLISECONDS):
-            self._pgconn.consume_input()
 
     def _readable(self) -> None:
         if self._waiting is None:
