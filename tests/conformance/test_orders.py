@@ -182,7 +182,7 @@ def test_another_order_under_the_id_of_one_on_the_other_side_of_the_start_is_a_c
     partly = order("y", START, {"phone_id": "p1"})
     assert with_history.count(early, partly) == ["before_start", "accepted"]
     with_history.backfill(write_history(tmp_path / "h.parquet", [early]), "phone_id")
-    assert with_history.count(late, late, early) == ["conflict", "conflict", "conflict"]
+    assert with_history.count(late, late, early) == ["conflict", "conflict", "before_start"]
     assert with_history.count(early) == ["before_start"]
     assert with_history.count(order("x", START - 2, tariff="a")) == ["conflict"], "two that are left are told apart too"
     assert with_history.total("phone_id", "p1") == 2

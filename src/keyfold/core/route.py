@@ -38,6 +38,7 @@ class Route(Struct, frozen=True, kw_only=True):
     status: int = 200
     if_match: bool = False  # an edit: If-Match with the version is needed
     idempotent: bool = False  # a write: Idempotency-Key is taken
+    judges_items: bool = False  # of a body that may hold any JSON: an item with too large a number is refused alone
     errors: tuple[type[KeyfoldError], ...] = ()
     media: tuple[str, ...] = ()  # what it can answer besides JSON, chosen by Accept
     pace: Callable[[Ask], float] | None = None  # the answer leaves at a multiple of these seconds; 0: at once

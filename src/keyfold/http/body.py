@@ -35,11 +35,12 @@ _JSON_TYPE = re.compile(rb'application/json\s*(;\s*charset\s*=\s*"?utf-8"?\s*)?;
 class Decoder:
     """Turns the bytes of a body into the struct of a route, or says what is wrong and where."""
 
-    def __init__(self, kind: type[Struct], limits: Limits) -> None:
+    def __init__(self, kind: type[Struct], limits: Limits, *, judges_items: bool = False) -> None:
         self._decode = msgspec.json.Decoder(kind).decode
         # A closed type is as deep as its declaration, and its numbers have bounds; only where it takes any JSON do
         # these depend on the caller.
         self._depth_max = limits.depth_max if is_open(kind) else None
+        self._is_bounded = is_open(kind) and not judges_items
 
     def __call__(self, body: bytes) -> Struct:
         try:
@@ -49,6 +50,7 @@ class Decoder:
             raise refused_input(error, "the body") from None
         if self._depth_max is not None:
             must_not_be_deeper(body, self._depth_max)
+        if self._is_bounded:
             must_hold_64_bits(body)
         must_hold_no_nul(body)
         must_not_repeat_names(body)

@@ -61,7 +61,9 @@ class Mounted:
         self._guards = guards
         self._gatherer = guards.gatherer
         self._bytes_max = guards.limits.body_bytes_max
-        self._decode = bodies.Decoder(route.body, guards.limits) if route.body is not None else None
+        self._decode: bodies.Decoder | None = None
+        if route.body is not None:
+            self._decode = bodies.Decoder(route.body, guards.limits, judges_items=route.judges_items)
         self._takes_key = route.idempotent
         self._is_write = is_write(route)
         self._floats = float_names(route.query) if route.query is not None else []

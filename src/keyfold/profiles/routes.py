@@ -108,6 +108,7 @@ def routes(context: Context) -> list[Route]:
             answer=Verdicts,
             run=counting,
             idempotent=True,
+            judges_items=True,
         ),
         Route(
             method="POST",

@@ -237,10 +237,12 @@ def _told_from_left(
     )
     for index, order in arrived:
         verdict = verdicts[index]
-        if order.order_id in other:
+        is_other = order.order_id in other
+        if is_other and order.fingerprint != said[order.order_id]:
             reason = "an order of this id was left to the backfill that said something else"
             verdicts[index] = Verdict(order.order_id, "conflict", reason)
-        elif not order.identities and verdict is not None and verdict.status != "conflict":
+        elif not order.identities and (is_other or (verdict is not None and verdict.status != "conflict")):
+            # Also behind another order under its id in this batch: it is what was left that it is compared with.
             reason = "created before the start: left to the backfill"
             verdicts[index] = Verdict(order.order_id, "before_start", reason)
     return [order for order in marked if order.order_id not in other and order.identities]
