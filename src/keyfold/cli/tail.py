@@ -1,7 +1,6 @@
 """Reading a topic for a person: from a place on, the partitions merged by event time, and on as messages come."""
 
 import heapq
-import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from keyfold.cli.signals import Stopping
 from keyfold.core.answer import printable
 from keyfold.core.times import iso
 from keyfold.core.topics.topic import Record, Source
@@ -70,7 +70,7 @@ def last(source: Source, starts: dict[int, int], count: int) -> Iterator[Record]
     yield from deque(until_now(source, starts), maxlen=count)
 
 
-def from_now_on(source: Source, starts: dict[int, int], stopping: threading.Event) -> Iterator[Record]:
+def from_now_on(source: Source, starts: dict[int, int], stopping: Stopping) -> Iterator[Record]:
     """What comes, as it comes, until told to stop."""
     while not stopping.is_set():
         fresh = [record for partition in starts for record in source.fetch(partition, starts[partition], PAGE, 0.0)]
