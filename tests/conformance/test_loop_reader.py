@@ -44,9 +44,10 @@ async def until_free(reader: LoopReader) -> None:
 
 
 def sessions(url: str) -> int:
+    """Those of the store: one that asked here before may not have ended yet."""
     with psycopg.connect(url) as connection:
-        mine = "pid <> pg_backend_pid() AND datname = current_database() AND backend_type = 'client backend'"
-        row = connection.execute(f"SELECT count(*) FROM pg_stat_activity WHERE {mine}").fetchone()
+        ours = "datname = current_database() AND application_name = 'keyfold'"
+        row = connection.execute(f"SELECT count(*) FROM pg_stat_activity WHERE {ours}").fetchone()
         assert row is not None
         return int(row[0])
 
@@ -122,6 +123,17 @@ def test_a_store_that_does_not_answer_leaves_reads_to_the_usual_way() -> None:
             await asyncio.sleep(0.05)
 
     asyncio.run(work())
+    store.close()
+
+
+def test_it_is_opened_also_where_the_url_has_options_of_its_own(postgres_url: str) -> None:
+    store = Store.open(f"{postgres_url}?application_name=mine&client_encoding=latin1")
+
+    async def work(reader: LoopReader) -> None:
+        await until_free(reader)
+        assert await reader.rows(SAID, ("ключ", "1")) == [("ключ", 1)]
+
+    asyncio.run(work(reader_of(store)))
     store.close()
 
 

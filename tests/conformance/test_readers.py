@@ -30,6 +30,17 @@ def backend(tx: Transaction) -> int:
     return int(tx.rows("SELECT pg_backend_pid()")[0][0])
 
 
+def test_text_is_read_whatever_the_client_encoding_of_the_role_is(postgres_url: str) -> None:
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute(f"ALTER DATABASE {connection.info.dbname} SET client_encoding = 'LATIN1'")
+    store = Store.open(postgres_url)
+    migrate.upgrade(store)
+    put(store, ["ключ", "é"], 7)
+    for _ in range(3):  # a statement that comes again is prepared
+        assert values(store, ["ключ", "é"]) == {"ключ": 7, "é": 7}
+    store.close()
+
+
 def end_all_sessions(url: str) -> None:
     """What a restart of the server does to every connection."""
     with psycopg.connect(url, autocommit=True) as connection:

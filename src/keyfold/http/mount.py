@@ -67,6 +67,7 @@ class Mounted:
         self._takes_key = route.idempotent
         self._is_write = is_write(route)
         self._floats = float_names(route.query) if route.query is not None else []
+        self._no_query = no_query(route.query) if route.query is not None else None
 
     async def answer(self, call: Call, params: Mapping[str, str]) -> Answer:
         route = self.route
@@ -137,8 +138,8 @@ class Mounted:
 
     def _query(self, text: bytes) -> Struct | None:
         kind = self.route.query
-        if kind is None and not text:
-            return None
+        if not text and (kind is None or self._no_query is not None):
+            return self._no_query
         pairs = query_pairs(text)
         if kind is None:
             raise BadInput("this call takes no query", place=f"query {pairs[0][0]}" if pairs else "query")
@@ -152,6 +153,14 @@ class Mounted:
             if isinstance(value, float) and not math.isfinite(value):
                 raise BadInput("a finite number is needed", place=f"query {name}")
         return query
+
+
+def no_query(kind: type[Struct]) -> Struct | None:
+    """What a request without a query asks for; None where it must be refused, or where an operation could change it."""
+    try:
+        return msgspec.convert({}, kind) if kind.__struct_config__.frozen else None
+    except msgspec.ValidationError:
+        return None
 
 
 def must_be_sound(route: Route) -> None:

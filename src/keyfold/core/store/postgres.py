@@ -60,6 +60,7 @@ class PostgresEngine:
             "options": options,
             "connect_timeout": limits.lock_seconds_max,
             "application_name": "keyfold",
+            "client_encoding": "utf8",  # text is sent as its bytes
             "keepalives_idle": 10,
             "keepalives_interval": 5,
             "keepalives_count": 3,
@@ -86,7 +87,7 @@ class PostgresEngine:
 
         async def connect() -> "psycopg.AsyncConnection[tuple[Any, ...]]":
             _, named = self._engine.dialect.create_connect_args(self._engine.url)
-            return await psycopg.AsyncConnection.connect(**named, **self._connect_args, autocommit=True)
+            return await psycopg.AsyncConnection.connect(**{**named, **self._connect_args}, autocommit=True)
 
         return LoopReader(connect)
 

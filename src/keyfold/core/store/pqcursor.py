@@ -44,8 +44,13 @@ class PqCursor:
 
     def execute(self, sql: str, parameters: Sequence[Any]) -> "PqCursor":
         transformer = Transformer(self._connection)
-        values: Any = transformer.dump_sequence(parameters, [PyFormat.AUTO] * len(parameters))
-        statement = (sql, transformer.types or ())
+        values: Any
+        if {str}.issuperset(map(type, parameters)):  # the usual ones: the server finds out what they are
+            values, types = [each.encode() for each in parameters], (0,) * len(parameters)
+        else:
+            values = transformer.dump_sequence(parameters, [PyFormat.AUTO] * len(parameters))
+            types = transformer.types or ()
+        statement = (sql, types)
         name = self._prepared.get(statement)
         if name is None:
             if len(self._prepared) < PREPARED_MAX:

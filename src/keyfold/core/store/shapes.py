@@ -193,10 +193,10 @@ def load(tx: Transaction, table: sa.Table, keys: Columns, wanted: Sequence[str])
     the rows it selects are meant all."""
     key = key_names(table)
     if tuple(keys) == key and (alike := _alike(tx, keys)):
+        place = key.index(alike)
+        before, behind = ([keys[name][0] for name in names] for names in (key[:place], key[place + 1 :]))
         rows = _load_alike(tx, table, keys, (alike, *wanted), alike)
-        values = [row[0] for row in rows]
-        found = zip(*(values if name == alike else itertools.repeat(keys[name][0]) for name in key), strict=False)
-        return dict(zip(found, [row[1:] for row in rows], strict=True))
+        return {(*before, row[0], *behind): row[1:] for row in rows}
     width = len(key)
     return {row[:width]: row[width:] for row in load_rows(tx, table, keys, (*key, *wanted))}
 
