@@ -58,6 +58,7 @@ def test_rows_are_those_of_the_statement_however_odd_its_text(store: Store) -> N
             for text in ("a", "", "é 'quoted' \\ \" % $1", "x" * 100_000):
                 assert await reader.rows(SAID, (text, "-9223372036854775808")) == [(text, -(2**63))]
         assert await reader.rows("SELECT 1 WHERE %s::text = 'b'", ("a",)) == []
+        assert await reader.rows(SAID, ("a\0b", "1")) is None, "never cut off at the NUL"
 
     run(store, work)
 

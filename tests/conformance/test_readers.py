@@ -41,6 +41,15 @@ def test_text_is_read_whatever_the_client_encoding_of_the_role_is(postgres_url: 
     store.close()
 
 
+def test_text_with_a_nul_is_refused_and_never_cut_off_there(postgres_url: str) -> None:
+    store = Store.open(postgres_url)
+    for text in ("a", "a", "a"):  # a statement that comes again is prepared
+        assert store.read(lambda tx, text=text: tx.rows("SELECT %s::text", (text,))) == [("a",)]  # type: ignore[misc]
+    with pytest.raises(DataRefused):
+        store.read(lambda tx: tx.rows("SELECT %s::text", ("a\0b",)))
+    store.close()
+
+
 def end_all_sessions(url: str) -> None:
     """What a restart of the server does to every connection."""
     with psycopg.connect(url, autocommit=True) as connection:

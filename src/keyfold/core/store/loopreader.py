@@ -117,8 +117,8 @@ class LoopReader:
     async def rows(self, sql: str, parameters: Sequence[str]) -> list[Row] | None:
         """The rows of one statement; None where they must be read the usual way."""
         connection = self._connection
-        if connection is None or connection.is_lost or self._is_busy:
-            return None
+        if connection is None or connection.is_lost or self._is_busy or "\0" in "".join(parameters):
+            return None  # libpq would end a text at a NUL; the usual way refuses it
         self._is_busy = True
         is_whole = False
         try:

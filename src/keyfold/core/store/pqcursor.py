@@ -45,7 +45,8 @@ class PqCursor:
     def execute(self, sql: str, parameters: Sequence[Any]) -> "PqCursor":
         transformer = Transformer(self._connection)
         values: Any
-        if {str}.issuperset(map(type, parameters)):  # the usual ones: the server finds out what they are
+        if {str}.issuperset(map(type, parameters)) and "\0" not in "".join(parameters):
+            # The usual ones: the server finds out what they are. libpq would end them at a NUL; the driver refuses it.
             values, types = [each.encode() for each in parameters], (0,) * len(parameters)
         else:
             values = transformer.dump_sequence(parameters, [PyFormat.AUTO] * len(parameters))
