@@ -30,26 +30,6 @@ def backend(tx: Transaction) -> int:
     return int(tx.rows("SELECT pg_backend_pid()")[0][0])
 
 
-def test_text_is_read_whatever_the_client_encoding_of_the_role_is(postgres_url: str) -> None:
-    with psycopg.connect(postgres_url, autocommit=True) as connection:
-        connection.execute(f"ALTER DATABASE {connection.info.dbname} SET client_encoding = 'LATIN1'")
-    store = Store.open(postgres_url)
-    migrate.upgrade(store)
-    put(store, ["ключ", "é"], 7)
-    for _ in range(3):  # a statement that comes again is prepared
-        assert values(store, ["ключ", "é"]) == {"ключ": 7, "é": 7}
-    store.close()
-
-
-def test_text_with_a_nul_is_refused_and_never_cut_off_there(postgres_url: str) -> None:
-    store = Store.open(postgres_url)
-    for text in ("a", "a", "a"):  # a statement that comes again is prepared
-        assert store.read(lambda tx, text=text: tx.rows("SELECT %s::text", (text,))) == [("a",)]  # type: ignore[misc]
-    with pytest.raises(DataRefused):
-        store.read(lambda tx: tx.rows("SELECT %s::text", ("a\0b",)))
-    store.close()
-
-
 def end_all_sessions(url: str) -> None:
     """What a restart of the server does to every connection."""
     with psycopg.connect(url, autocommit=True) as connection:
@@ -263,3 +243,23 @@ class TestPostgres:
             store.read(lambda tx: (end_all_sessions(postgres_url), tx.rows("SELECT 2")))
         assert store.read(lambda tx: tx.rows("SELECT 3")) == [(3,)]
         store.close()
+
+
+def test_text_is_read_whatever_the_client_encoding_of_the_role_is(postgres_url: str) -> None:
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute(f"ALTER DATABASE {connection.info.dbname} SET client_encoding = 'LATIN1'")
+    store = Store.open(postgres_url)
+    migrate.upgrade(store)
+    put(store, ["ключ", "é"], 7)
+    for _ in range(3):  # a statement that comes again is prepared
+        assert values(store, ["ключ", "é"]) == {"ключ": 7, "é": 7}
+    store.close()
+
+
+def test_text_with_a_nul_is_refused_and_never_cut_off_there(postgres_url: str) -> None:
+    store = Store.open(postgres_url)
+    for _ in range(3):  # a statement that comes again is prepared
+        assert store.read(lambda tx: tx.rows("SELECT %s::text", ("a",))) == [("a",)]
+    with pytest.raises(DataRefused):
+        store.read(lambda tx: tx.rows("SELECT %s::text", ("a\0b",)))
+    store.close()

@@ -14,6 +14,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -117,6 +118,12 @@ class Operation(Struct, frozen=True, kw_only=True):
     question: Callable[[Ask], Question | None] | None = None
 
 
+@cache
+def _meters(name: str) -> tuple[Histogram, Histogram]:
+    """Items and seconds of the batches of an operation; looking them up takes longer than using them."""
+    return metrics.GATHERED_ITEMS.labels(name), metrics.GATHER_SECONDS.labels(name)
+
+
 class Gatherer:
     """The lanes of one server."""
 
@@ -127,7 +134,6 @@ class Gatherer:
         self._guard = threading.Lock()
         self._reads = itertools.count()
         self._in_lanes = 0  # reads
-        self._meters: dict[str, tuple[Histogram, Histogram]] = {}  # looking them up takes longer than using them
         self._closed = False
 
     async def ask(self, operation: Operation, ask: Ask) -> Reply:
@@ -169,15 +175,12 @@ class Gatherer:
         if outcome is None:
             return None
         (reply,) = _encoded(operation, [outcome])
-        items, seconds = self._meters.get(operation.name) or self._metered(operation.name)
+        items, seconds = _meters(operation.name)
         items.observe(1)
         seconds.observe(time.monotonic() - started)
         if isinstance(reply, KeyfoldError):
             raise reply
         return reply
-
-    def _metered(self, name: str) -> tuple[Histogram, Histogram]:
-        return self._meters.setdefault(name, (metrics.GATHERED_ITEMS.labels(name), metrics.GATHER_SECONDS.labels(name)))
 
     def close(self) -> None:
         """Refuse what is new, finish what waits."""
@@ -226,8 +229,7 @@ class _Lane:
         self._queue: deque[_Waiting] = deque()
         self._wake = threading.Event()
         self._closed = False
-        self._items = metrics.GATHERED_ITEMS.labels(operation.name)
-        self._seconds = metrics.GATHER_SECONDS.labels(operation.name)
+        self._items, self._seconds = _meters(operation.name)
         self._depth = metrics.QUEUE_DEPTH.labels(operation.name)
         self._thread = threading.Thread(target=self._run, name=f"{operation.name}-{number}", daemon=True)
         self._thread.start()

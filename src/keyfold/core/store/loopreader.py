@@ -14,7 +14,7 @@ from psycopg import pq
 from psycopg.adapt import Transformer
 
 from keyfold.core.store.batch import Row
-from keyfold.core.store.pqcursor import BINARY, numbered
+from keyfold.core.store.pqcursor import BINARY, as_text, numbered
 
 log = structlog.get_logger(__name__)
 
@@ -37,14 +37,14 @@ class LoopConnection:
         self.is_lost = False
         loop.add_reader(self._socket, self._readable)
 
-    async def rows(self, sql: str, parameters: Sequence[str]) -> list[Row]:
+    async def rows(self, sql: str, values: Sequence[bytes]) -> list[Row]:
         name = self._prepared.get(sql)
         if name is None:
             name = b"loop_%d" % len(self._prepared)
             self._pgconn.send_prepare(name, numbered(sql))
             await self._result()
             self._prepared[sql] = name
-        self._pgconn.send_query_prepared(name, [each.encode() for each in parameters], result_format=BINARY)
+        self._pgconn.send_query_prepared(name, values, result_format=BINARY)
         result = await self._result()
         transformer = Transformer(self._connection)
         transformer.set_pgresult(result)
@@ -117,12 +117,13 @@ class LoopReader:
     async def rows(self, sql: str, parameters: Sequence[str]) -> list[Row] | None:
         """The rows of one statement; None where they must be read the usual way."""
         connection = self._connection
-        if connection is None or connection.is_lost or self._is_busy or "\0" in "".join(parameters):
-            return None  # libpq would end a text at a NUL; the usual way refuses it
+        values = as_text(parameters)
+        if connection is None or connection.is_lost or self._is_busy or values is None:
+            return None
         self._is_busy = True
         is_whole = False
         try:
-            found = await connection.rows(sql, parameters)
+            found = await connection.rows(sql, values)
             is_whole = True
             return found
         except psycopg.Error as error:

@@ -28,6 +28,13 @@ def numbered(sql: str) -> bytes:
     return _PLACE.sub(lambda found: "%" if found[0] == "%%" else f"${next(places)}", sql).encode()
 
 
+def as_text(parameters: Sequence[Any]) -> list[bytes] | None:
+    """Parameters as libpq sends text; None where one is something else, or has a NUL, at which libpq would end it."""
+    if not {str}.issuperset(map(type, parameters)) or "\0" in "".join(parameters):
+        return None
+    return [each.encode() for each in parameters]
+
+
 class PqCursor:
     """A cursor for reads on a connection that nobody else uses meanwhile and that has no transaction.
 
@@ -44,11 +51,9 @@ class PqCursor:
 
     def execute(self, sql: str, parameters: Sequence[Any]) -> "PqCursor":
         transformer = Transformer(self._connection)
-        values: Any
-        if {str}.issuperset(map(type, parameters)) and "\0" not in "".join(parameters):
-            # The usual ones: the server finds out what they are. libpq would end them at a NUL; the driver refuses it.
-            values, types = [each.encode() for each in parameters], (0,) * len(parameters)
-        else:
+        values: Any = as_text(parameters)
+        types = (0,) * len(parameters)  # of text the server finds out what it is
+        if values is None:
             values = transformer.dump_sequence(parameters, [PyFormat.AUTO] * len(parameters))
             types = transformer.types or ()
         statement = (sql, types)
