@@ -150,6 +150,13 @@ def test_a_hostile_body_gets_its_4xx_and_changes_nothing(shared: Served, attack:
     assert tally(shared, token, "victim") == before
 
 
+@pytest.mark.spec("CORE-14")
+def test_a_query_that_lacks_what_it_must_say_gets_400(shared: Served) -> None:
+    answer = shared.call("GET", "/v1/user-segments/1/why", shared.token)
+    assert (answer.status_code, slug(answer)) == (400, "bad-input"), answer.text
+    assert "segment_id" in answer.text
+
+
 @pytest.mark.spec("CORE-14", "CORE-16")
 def test_hostile_bodies_by_the_hundred_do_not_fill_the_memory(shared: Served) -> None:
     process = psutil.Process(shared.process.pid)

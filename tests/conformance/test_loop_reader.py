@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from keyfold.core import metrics
 from keyfold.core.access import ANYONE
 from keyfold.core.errors import BadInput, NotFound
 from keyfold.core.gather import Ask, Gatherer, Operation, Outcome, Question, Reply
@@ -231,7 +232,13 @@ def test_a_read_that_is_alone_needs_no_lane(store: Store) -> None:
             await gatherer.ask(reading.operation, ask("not found"))
         assert not reading.asked
 
+    before = batches_of_one()
     gathering(store, work)
+    assert batches_of_one() == before + 6, "it is counted as a batch of one"
+
+
+def batches_of_one() -> float:
+    return metrics.REGISTRY.get_sample_value("keyfold_gathered_items_sum", {"operation": "said"}) or 0.0
 
 
 @pytest.mark.parametrize("text", ["no question", "fails", "does not suffice"])

@@ -10,7 +10,7 @@ from keyfold.core import access
 from keyfold.core.access import SCOPES
 from keyfold.core.gather import Operation
 from keyfold.core.route import Route
-from keyfold.http.mount import must_be_sound
+from keyfold.http.mount import must_be_sound, no_query
 from tests.unit.http import trial
 from tests.unit.http.conftest import Caller
 
@@ -234,6 +234,19 @@ def test_a_query_where_none_is_taken_gets_400(caller: Caller) -> None:
     assert caller.total() == 0
 
 
+def test_without_a_query_a_request_has_its_defaults_unless_something_must_be_said() -> None:
+    class Needed(Struct, frozen=True, forbid_unknown_fields=True):
+        name: str
+
+    class Changeable(Struct, forbid_unknown_fields=True):
+        name: str = ""
+
+    assert no_query(trial.ListQuery) == trial.ListQuery()
+    assert no_query(Needed) is None
+    assert no_query(Changeable) is None, "shared between requests, it could be changed by one of them"
+
+
+@pytest.mark.spec("CORE-14")
 def test_a_good_query_arrives_converted(caller: Caller) -> None:
     assert caller("GET", "/v1/trials/a?limit=7&factor=0.5&after=x%20y").status == 200
 
