@@ -3,8 +3,10 @@
 Two kinds of profiles. "whole counters": each of the 5 counters has 20 keys, and ours answers them all, keys and values
 (100 numbers a person); Redis answers one number a counter (HMGET of 5 fields, parsed to floats), and for the same
 content HMGET of all 100 fields. "one key": each counter has one key, and both answer the same 5 numbers a person. In
-process ours is `store.read` of the service's `read_profiles`, one caller, with expired keys left out and rows of the
-store turned into packs; the peer is redis-py (with hiredis), 20 HMGET in one pipeline, one caller.
+process ours is `store.read` of the service, one caller, with expired keys left out: `read_numbers` answers arrays
+(which person, counter and key, and the number), `read_profiles` an object for each pack, with lists of Python's
+numbers, as protobuf is written from. The peer is redis-py (with hiredis), 20 HMGET in one pipeline, one caller, its
+answers made into lists of floats.
 
 Over HTTP both sides are one process on the same store, answer the same JSON (compared before the clock starts), and
 have the same `wrk` with 96 connections on the same machine. The peer is FastAPI on uvicorn (uvloop, httptools) as one
@@ -37,8 +39,9 @@ from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import insert
 from keyfold.core.store.sqlite import driver as sqlite_driver
 from keyfold.counters.bulk import Updates, fold
+from keyfold.counters.bulk.columns import Numbers
 from keyfold.profiles.service.product import Product
-from keyfold.profiles.service.reading import Read, View, read_profiles
+from keyfold.profiles.service.reading import Read, View, read_numbers, read_profiles
 from keyfold.profiles.tables import PROFILES
 from tests.servers.process import ServerProcess, free_port
 
@@ -49,7 +52,8 @@ CLIENTS = 96
 BODIES_SENT = 200  # different requests that wrk sends in turn
 INSERT_ROWS = 5_000
 
-OURS, PEER, PEER_WHOLE = "read_profiles", "Redis, HMGET of 5 fields", "Redis, HMGET of all 100 fields"
+ARRAYS, OURS = "read_numbers", "read_profiles"
+PEER, PEER_WHOLE = "Redis, HMGET of 5 fields", "Redis, HMGET of all 100 fields"
 SERVED, FASTAPI = "keyfold serve", "FastAPI"
 WANTED = list(range(COUNTER, COUNTER + COUNTERS))
 
@@ -138,11 +142,11 @@ def _in_process(
     requests = people.requests(count)
     reader, peer = Reader(context, product, requests), Peer(server, people, requests)
     reader.must_answer(people)
-    sides = [Side(OURS, reader.run), Side(PEER, peer.run)]
-    goals = [Goal(side=OURS, against=PEER, must=1, moonshot=3)]
+    sides = [Side(ARRAYS, reader.run_arrays), Side(OURS, reader.run), Side(PEER, peer.run)]
+    goals = [Goal(side=each, against=PEER, must=1, moonshot=3) for each in (ARRAYS, OURS)]
     if people.keys > 1:
         sides.append(Side(PEER_WHOLE, peer.run_whole))
-        goals.append(Goal(side=OURS, against=PEER_WHOLE, note="the same content"))
+        goals += [Goal(side=each, against=PEER_WHOLE, note="the same content") for each in (ARRAYS, OURS)]
     return Race(
         title=f"in process, {where}, against Redis {server.version()}", unit="requests/s", sides=sides, goals=goals
     )
@@ -156,7 +160,20 @@ class Reader:
         self._product = product
         self._view = View(frozenset(WANTED), [])
         self._requests = requests
-        self._entries = [[([("user", name(each))], self._view) for each in request] for request in requests]
+        self._people = [[[("user", name(each))] for each in request] for request in requests]
+        self._entries = [[(ids, self._view) for ids in people] for people in self._people]
+
+    def run_arrays(self) -> float:
+        return rate(len(self._people), self._read_all_arrays)
+
+    def _read_all_arrays(self) -> None:
+        for people in self._people:
+            self._read_arrays(people)
+
+    def _read_arrays(self, people: Any) -> Numbers:
+        found, problems = self._context.store.read(lambda tx: read_numbers(tx, self._product, people, self._view))
+        assert not problems
+        return found
 
     def run(self) -> float:
         return rate(len(self._entries), self._read_all)
@@ -169,6 +186,16 @@ class Reader:
         return self._context.store.read(lambda tx: read_profiles(tx, self._product, entries))
 
     def must_answer(self, people: People) -> None:
+        found = self._read_arrays(self._people[0])
+        asked = self._requests[0]
+        assert found.profile.tolist() == np.repeat(np.arange(PEOPLE), COUNTERS * people.keys).tolist()
+        assert found.counter.tolist() == np.tile(np.repeat(WANTED, people.keys), PEOPLE).tolist()
+        for keys, values, person in zip(
+            found.key.reshape(PEOPLE, COUNTERS, -1), found.value.reshape(PEOPLE, COUNTERS, -1), asked, strict=True
+        ):
+            order, given = np.argsort(keys, axis=1), np.argsort(people.key[person], axis=1)
+            for mine, theirs in ((keys, people.key[person]), (values, people.value[person])):
+                assert np.array_equal(np.take_along_axis(mine, order, 1), np.take_along_axis(theirs, given, 1))
         for person, read in zip(self._requests[0], self._read(self._entries[0]), strict=True):
             assert [pack.counter_ids for pack in read.packs] == [[each] for each in WANTED]
             for counter, pack in enumerate(read.packs):

@@ -23,7 +23,7 @@ from keyfold.profiles.answers import as_json, as_protobuf, as_structs
 from keyfold.profiles.service import sweeping
 from keyfold.profiles.service.explaining import explain
 from keyfold.profiles.service.exporting import export
-from keyfold.profiles.service.reading import read_profiles, view_of
+from keyfold.profiles.service.reading import read_numbers, read_profiles, view_of
 from keyfold.profiles.service.segments import apply_segments
 from keyfold.profiles.service.storing import Stored
 from keyfold.profiles.service.weighing import Weighing
@@ -983,9 +983,15 @@ def test_what_one_request_may_read_is_bounded(store_url: str) -> None:
             entries = [([("user", "1")], view)] * people
             return len(profiles.context.store.read(lambda tx: read_profiles(tx, profiles.product, entries)))
 
-        assert read(40) == 40
-        with pytest.raises(TooLarge, match="1000000 are allowed"):
-            read(80)
+        def read_arrays(people: int) -> int:
+            asked = [[("user", "1")]] * people
+            found, _ = profiles.context.store.read(lambda tx: read_numbers(tx, profiles.product, asked, view))
+            return len(set(found.profile.tolist()))
+
+        assert read(40) == read_arrays(40) == 40
+        for reading in (read, read_arrays):
+            with pytest.raises(TooLarge, match="1000000 are allowed"):
+                reading(80)
 
 
 def copied(profiles: Profiles, count: int, keys: int) -> list[str]:
@@ -1056,3 +1062,37 @@ def test_before_the_first_count_nothing_is_weighed(profiles: Profiles) -> None:
     profiles.count(event("1", 1, [idf.id, 1, 2.5]), log=idf.input_types[0])
     view = view_of(profiles.product, UNRESTRICTED, [idf.id], weighted=True)
     assert profiles.read(1, view=view).packs[0].rows[0][1] == [2.5]
+
+
+@pytest.mark.spec("PRO-07", "PRO-05")
+@pytest.mark.parametrize("at_now", [False, True])
+def test_arrays_hold_what_packs_do_whoever_is_asked_for(profiles: Profiles, at_now: bool) -> None:
+    """One id, several ids, nobody, a stranger to the public, somebody of whom a part has expired, a broken profile."""
+    assert profiles.statuses(event("a", 1, [OFFER, 7, 2.5], [EXACT, 7, 2**60 + 1]), log="order") == ["counted"]
+    profiles.count(event("b", 2, [OFFER, 7, 1.0], [OFFER, 8, 1.5]), event("c", 4, [OFFER, 5, 1, "a.example"]))
+    profiles.count(event("d", 3, [OFFER, 1, 1.0], time=NOW - 20 * DAY), event("e", 5, [OFFER, 1, 1]))
+    profiles.clock.advance(11 * DAY)
+    profiles.count(event("f", 3, [OFFER, 2, 1.0], time=NOW + 11 * DAY))
+    profiles.context.store.transact(
+        lambda tx: tx.execute(sa.update(PROFILES).where(PROFILES.c.profile_id == "5").values(body=b"\xff"))
+    )
+    people: list[list[tuple[str, str]]] = [[("user", each)] for each in ("1", "nobody", "4", "3", "5", "1", "2")]
+    view = view_of(profiles.product, UNRESTRICTED, None, at_now=at_now, as_json=True)
+    for asked in (people, [*people, [("user", "1"), ("user", "2")]], []):
+        found, problems = profiles.context.store.read(lambda tx, a=asked: read_numbers(tx, profiles.product, a, view))
+        packs = msgspec.structs.replace(view, written=False)
+        read = profiles.context.store.read(
+            lambda tx, a=asked, v=packs: read_profiles(tx, profiles.product, [(ids, v) for ids in a])
+        )
+        expected = [
+            (place, counter_id, key, float(value), value if isinstance(value, int) else 0)
+            for place, each in enumerate(read)
+            for pack in each.packs
+            for counter_id, (_, values) in zip(pack.counter_ids, pack.rows, strict=True)
+            for key, value in zip(pack.keys, values, strict=True)
+        ]
+        columns = (found.profile, found.counter, found.key, found.value, found.count)
+        assert list(zip(*(each.tolist() for each in columns), strict=True)) == expected
+        assert problems == {place: each.problem for place, each in enumerate(read) if each.problem}
+        assert set(problems) == ({4} if asked else set())
+        assert not asked or ({0, 3, 5, 6} <= set(found.profile.tolist()) and 2 not in found.profile)

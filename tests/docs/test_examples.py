@@ -14,9 +14,13 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.spec("CNT-12", "CNT-13")
-@pytest.mark.parametrize("page", ["README.md", "docs/counters.md"])
-def test_the_python_of_a_page_runs_with_the_example_catalog(page: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/counters.md", "docs/profiles.md"])
+def test_the_python_of_a_page_runs_with_the_example_catalog(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copy(EXAMPLE, tmp_path / "counters.proto")
+    monkeypatch.setenv("KEYFOLD_STORE_URL", "sqlite:///pages.db")
+    monkeypatch.setenv("KEYFOLD_PROFILES_CATALOG", "counters.proto")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     assert blocks
     for block in blocks:

@@ -4,7 +4,7 @@ import zlib
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 from msgspec import Struct
@@ -74,6 +74,19 @@ def event_of(fields: Mapping[str, Any]) -> Event:
     if type(time) is not int:
         raise BadInput("time must be whole unix seconds", place="time")
     return Event(event_id, time, fields)
+
+
+def events_of(sent: Sequence[Mapping[str, Any]]) -> list[Event]:
+    """Events from what was sent, each as `event_of` judges it; of many that are as usual this is found out at once."""
+    ids = [fields.get("event_id") for fields in sent]
+    times = [fields.get("time") for fields in sent]
+    if {int}.issuperset(map(type, times)) and {str}.issuperset(map(type, ids)) and _are_event_ids(cast(list[str], ids)):
+        return list(map(Event, ids, times, sent))  # type: ignore[arg-type]
+    return [event_of(fields) for fields in sent]
+
+
+def _are_event_ids(ids: Sequence[str]) -> bool:
+    return all(ids) and max(map(len, ids), default=0) <= EVENT_ID_MAX and "\0" not in "".join(ids)
 
 
 def profile_id_of(given: Any, place: str = "profile_id") -> str:
@@ -197,8 +210,7 @@ def ask(
                 handle(event, updates)
                 if size := len(rows) - end:
                     given = event.fields.get(id_field)
-                    place = known.get(given) if type(given) is str else None
-                    add_profile(known.of(given, id_field) if place is None else place)
+                    add_profile(known[given] if type(given) is str and given in known else known.of(given, id_field))
                     add_event(number)
                     add_size(size)
                     end += size

@@ -14,7 +14,7 @@ from keyfold.core.loops import Loop
 from keyfold.core.store import Transaction
 from keyfold.core.topics.topic import Record, payloads_of
 from keyfold.profiles.handlers import Event
-from keyfold.profiles.model import ProfileKey, event_of
+from keyfold.profiles.model import ProfileKey, event_of, events_of
 from keyfold.profiles.service import sweeping, weighing
 from keyfold.profiles.service.counting import not_counted
 from keyfold.profiles.service.folding import warm
@@ -71,7 +71,7 @@ def apply_events(
     """Count the events of a log; those that cannot be counted are returned with the reason."""
     refused: list[Refusal] = []
     try:
-        events = [(log, event_of(_decoded(payload))) for payload in payloads_of(records)]
+        events = [(log, event) for event in events_of([_decoded(payload) for payload in payloads_of(records)])]
     except UNREADABLE:
         events, records, refused = _readable(log, records)
     for number, verdict in sorted(not_counted(tx, product, events, marked=marked).items()):

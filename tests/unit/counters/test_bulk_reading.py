@@ -80,6 +80,32 @@ def test_a_committed_profile_is_passed_on_as_counters_finds_it(
             assert type(number) is (float if kind in (Kind.FLOAT, Kind.DOUBLE) else int)
 
 
+@pytest.mark.spec("CNT-12", "CNT-15")
+@kernels
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(history=HISTORIES, wanted=IDS, chunk=st.sampled_from([1, 1 << 18]))
+def test_arrays_hold_the_numbers_of_the_packs_in_their_order(
+    kernel: KernelName, history: History, wanted: set[int], chunk: int
+) -> None:
+    bodies, now = _stored(history)
+    bodies = [bodies[0], b"\xff", *bodies[1:], b""]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "CHUNK_BYTES", chunk)
+        found, others = reading.numbers(WIDE, bodies, frozenset(wanted), now, kernel=kernel)
+    packs = reading.read(WIDE, bodies, frozenset(wanted), now, kernel=kernel)
+    assert set(others) == {at for at, each in enumerate(packs) if each is None} >= {1}
+    expected = [
+        (at, counter_id, key, float(value), 0 if WIDE[counter_id].kind in reading.REAL else value)
+        for at, each in enumerate(packs)
+        for pack in each or ()
+        for counter_id, (_, values) in zip(pack.counter_ids, pack.rows, strict=True)
+        for key, value in zip(pack.keys, values, strict=True)
+    ]
+    columns = (found.profile, found.counter, found.key, found.value, found.count)
+    assert list(zip(*(each.tolist() for each in columns), strict=True)) == expected
+    assert [each.dtype for each in columns] == ["int64", "uint64", "uint64", "float64", "uint64"]
+
+
 @only_numba
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(history=HISTORIES.map(lambda given: given[:1]), wanted=IDS)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keyfold.core.errors import BadInput
-from keyfold.profiles.model import Held, event_of, fingerprint, profile_id_of, settled
+from keyfold.profiles.model import Held, event_of, events_of, fingerprint, profile_id_of, settled
 
 MERGE = 100
 
@@ -123,11 +123,26 @@ def test_an_event_is_the_same_whatever_the_order_of_its_fields() -> None:
         {"event_id": "a", "time": "1"},
         {"event_id": "a" * 201, "time": 1},
         {"event_id": 1, "time": 1},
+        {"event_id": "", "time": 1},
+        {"event_id": "a\0b", "time": 1},
+        {"event_id": "a", "time": True},
+        {"event_id": "a", "time": 1.0},
     ],
 )
-def test_what_lacks_an_id_or_a_time_is_no_event(fields: dict[str, Any]) -> None:
+def test_what_lacks_an_id_or_a_time_is_no_event_alone_or_among_others(fields: dict[str, Any]) -> None:
     with pytest.raises(BadInput):
         event_of(fields)
+    with pytest.raises(BadInput):
+        events_of([{"event_id": "b", "time": 2}, fields, {"event_id": "c", "time": 3}])
+
+
+@pytest.mark.spec("PRO-02")
+def test_many_events_are_those_that_each_would_be() -> None:
+    sent = [{"event_id": "é" * 200, "time": 2**40, "key": 1}, {"event_id": " ", "time": -1}]
+    assert [(each.id, each.time, each.fields) for each in events_of(sent)] == [
+        (each.id, each.time, each.fields) for each in map(event_of, sent)
+    ]
+    assert events_of([]) == []
 
 
 @pytest.mark.spec("PRO-12")

@@ -32,6 +32,7 @@ CODE_BITS = 32  # a pack is told by its group and, in the lower bits, the wanted
 PACK_BYTES_MIN = 18  # one counter, one key, one value of four bytes
 
 _NONE, _MISSING = _int64(0), _int64(-1)
+_REAL = np.uint64(DOUBLE)  # kinds up to this one
 _SEVEN, _LOW, _MORE, _HALF, _ZERO = np.uint64(7), np.uint64(0x7F), np.uint64(0x80), np.uint64(32), np.uint64(0)
 
 # See by_numba: no counting of references, no way in from Python.
@@ -91,6 +92,44 @@ def decode(buffer: Bytes, starts: Ints, ids: Words, counters: Ints, groups: Ints
         if found > 0:
             packs, words_at, floats_at = packs + found, new_words, new_floats
     return packs_of, codes[:packs], counts[:packs], words[:words_at], floats[:floats_at]
+
+
+@_compiled_and_kept
+def listed(
+    buffer: Bytes, starts: Ints, ids: Words, counters: Ints, groups: Ints, now: int, members: Words, firsts: Ints
+) -> Any:
+    """What `decode` finds, a row a number: packs of each profile, then profile, counter, key, value and count of rows.
+
+    `members` are the wanted counters of each group, one after another; `firsts` says where those of a group begin.
+    """
+    packs_of, codes, counts, words, floats = decode(buffer, starts, ids, counters, groups, now)
+    rows = len(floats) + len(words)  # some of the words are keys
+    profiles, values = np.empty(rows, np.int64), np.empty(rows, np.float64)
+    owners, keys, wholes = np.empty(rows, np.uint64), np.empty(rows, np.uint64), np.empty(rows, np.uint64)
+    at, pack, words_at, floats_at = _NONE, _NONE, _NONE, _NONE
+    for profile in range(len(packs_of)):
+        for _ in range(packs_of[profile]):
+            code, count = codes[pack], counts[pack]
+            keys_at = words_at
+            pack, words_at = pack + 1, words_at + count
+            member, bits = firsts[code >> CODE_BITS], code & ((1 << CODE_BITS) - 1)
+            while bits:
+                if bits & 1:
+                    is_real = members[member, 1] <= _REAL
+                    for index in range(count):
+                        profiles[at], owners[at], keys[at] = profile, members[member, 0], words[keys_at + index]
+                        if is_real:
+                            values[at], wholes[at] = floats[floats_at + index], _ZERO
+                        else:
+                            wholes[at] = words[words_at + index]
+                            values[at] = np.float64(wholes[at])
+                        at += 1
+                    if is_real:
+                        floats_at += count
+                    else:
+                        words_at += count
+                bits, member = bits >> 1, member + 1
+    return packs_of, profiles[:at], owners[:at], keys[:at], values[:at], wholes[:at]
 
 
 @_compiled

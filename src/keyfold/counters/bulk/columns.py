@@ -31,6 +31,16 @@ class Updates(Struct, kw_only=True):
     owner: Words | None = None  # 0 for a row without an owner
 
 
+class Numbers(Struct, kw_only=True):
+    """What was read of many profiles, as arrays of equal length: a row is one number under one key of one counter."""
+
+    profile: Ints  # index into what was asked for; ascending
+    counter: Words
+    key: Words
+    value: Floats
+    count: Words  # the exact value of a counter of whole numbers, of which `value` has 53 bits; 0 of others
+
+
 class Folded(Struct, kw_only=True):
     """What became of the bodies and of the updates."""
 

@@ -6,7 +6,7 @@ once. What neither can pass on (something has expired, is too much, is in anothe
 the caller looks at it key by key.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, islice
 from math import isfinite
 from typing import Any
@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from msgspec import Struct
 
-from keyfold.counters.bulk.columns import Ints, KernelName, Words
+from keyfold.counters.bulk.columns import Bytes, Ints, KernelName, Numbers, Words
 from keyfold.counters.bulk.folding import has_numba
 from keyfold.counters.bulk.tables import tables_of
 from keyfold.counters.catalog import Catalog, Kind
@@ -164,11 +164,60 @@ def write(
     return [written for some in _chunks(bodies) for written in _written(plan, some, now)]
 
 
+def numbers(
+    catalog: Catalog, bodies: Sequence[bytes], wanted: frozenset[int], now: int, *, kernel: KernelName = "auto"
+) -> tuple[Numbers, list[int]]:
+    """The packs that `read` finds as arrays, and the places of the bodies of which it finds None."""
+    plan = plan_of(catalog, wanted)
+    if not _is_compiled(plan, kernel):
+        packs = [_by_protobuf(plan, body, now) for body in bodies]
+        return numbers_of([each or () for each in packs]), [at for at, each in enumerate(packs) if each is None]
+    found: list[Numbers] = []
+    others: list[int] = []
+    begin = 0
+    for some in _chunks(bodies):
+        packs_of, *columns = _listed(plan, some, now)
+        found.append(_numbers(columns, begin))
+        if packs_of.min(initial=0) < 0:
+            others += (np.flatnonzero(packs_of < 0) + begin).tolist()
+        begin += len(some)
+    return found[0] if len(found) == 1 else joined(found), others
+
+
+def numbers_of(profiles: Sequence[Iterable[Pack]]) -> Numbers:
+    """The packs of profiles as arrays."""
+    rows = [
+        (place, counter_id, key, value, 0 if kind in REAL else value)
+        for place, packs in enumerate(profiles)
+        for pack in packs
+        for counter_id, (kind, values) in zip(pack.counter_ids, pack.rows, strict=True)
+        for key, value in zip(pack.keys, values, strict=True)
+    ]
+    columns = zip(*rows, strict=True) if rows else ((),) * len(_TYPES)
+    return _numbers([np.array(each, kind) for each, kind in zip(columns, _TYPES, strict=True)])
+
+
+def joined(found: Sequence[Numbers]) -> Numbers:
+    """Numbers of several runs as one, by profile."""
+    columns = [np.concatenate([getattr(each, name) for each in found]) for name in Numbers.__struct_fields__]
+    order = np.argsort(columns[0], kind="stable")
+    return _numbers([each[order] for each in columns])
+
+
+_TYPES = (np.int64, np.uint64, np.uint64, np.float64, np.uint64)  # of the columns of Numbers
+
+
+def _numbers(columns: Sequence[Any], begin: int = 0) -> Numbers:
+    profile, counter, key, value, count = columns
+    return Numbers(profile=profile + begin if begin else profile, counter=counter, key=key, value=value, count=count)
+
+
 def warm(catalog: Catalog, *, kernel: KernelName = "auto") -> None:
     """Read something, so that no request waits for the loop: the first time ever, it is compiled for seconds."""
     wanted = frozenset(islice(catalog.counters, 1))
     read(catalog, [b""], wanted, 0, kernel=kernel)
     write(catalog, [b""], wanted, 0, kernel=kernel)
+    numbers(catalog, [b""], wanted, 0, kernel=kernel)
 
 
 def _is_compiled(plan: Plan, kernel: KernelName) -> bool:
@@ -193,9 +242,20 @@ def _decoded(plan: Plan, bodies: Sequence[bytes], now: int) -> Any:
     """The columns of all packs: see `decode`."""
     from keyfold.counters.bulk.by_numba_reading import decode
 
+    return decode(*_buffer(bodies), plan.ids, plan.counters, plan.groups, now)
+
+
+def _listed(plan: Plan, bodies: Sequence[bytes], now: int) -> Any:
+    """A row a number: see `listed`."""
+    from keyfold.counters.bulk.by_numba_reading import listed
+
+    return listed(*_buffer(bodies), plan.ids, plan.counters, plan.groups, now, plan.kinds, plan.firsts)
+
+
+def _buffer(bodies: Sequence[bytes]) -> tuple[Bytes, Ints]:
+    """The bodies one after another, and where each begins."""
     starts = np.array([*accumulate(map(len, bodies), initial=0)], np.int64)
-    buffer = np.frombuffer(b"".join([*bodies, b"\0"]), np.uint8)  # NumPy refuses an empty one
-    return decode(buffer, starts, plan.ids, plan.counters, plan.groups, now)
+    return np.frombuffer(b"".join([*bodies, b"\0"]), np.uint8), starts  # NumPy refuses an empty one
 
 
 def _chunks(bodies: Sequence[bytes]) -> Iterator[Sequence[bytes]]:

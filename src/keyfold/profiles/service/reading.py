@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import sqlalchemy as sa
 from msgspec import Struct, structs
 
@@ -11,6 +12,7 @@ from keyfold.core.errors import NotFound, TooLarge
 from keyfold.core.store import Transaction
 from keyfold.core.store.shapes import load
 from keyfold.counters.bulk import reading as bulk
+from keyfold.counters.bulk.columns import Numbers
 from keyfold.counters.bulk.reading import Pack
 from keyfold.counters.catalog import Catalog, Counter, Group, Kind
 from keyfold.counters.counters import Counters, MutableCounters
@@ -114,6 +116,43 @@ def read_profiles(
     if any(view.weighted for _, view in entries):
         return weighted(tx, product, read, [view.weighted for _, view in entries])
     return read
+
+
+def read_numbers(
+    tx: Transaction, product: Product, people: Sequence[Sequence[ProfileKey]], view: View
+) -> tuple[Numbers, dict[int, str]]:
+    """The counters that `read_profiles` answers as arrays, for a program that computes with them.
+
+    `profile` is the place of the person among those asked for. Whose counters cannot be read has no rows: why, is told
+    apart by place. Arrays are what a model wants, and no object is made for a number or a pack.
+    """
+    if not view.counters or view.at_now or view.weighted or {1} != set(map(len, people)):
+        counted = structs.replace(view, segments=False, written=False)
+        return _numbers_of(read_profiles(tx, product, [(ids, counted) for ids in people]))
+    now = tx.now_us // 1_000_000
+    keys = [ids[0] for ids in people]
+    found = load(tx, PROFILES, keys_of(dict.fromkeys(keys)), ("body", "public_version"))
+    rows = [_public_body(found.get(key)) for key in keys]
+    _must_not_be_too_much(product, [rows])
+    numbers, others = bulk.numbers(
+        product.catalog, [body for (body,) in rows], view.counters, now, kernel=product.settings.kernel
+    )
+    if not others:
+        return numbers, {}
+    looked_at, problems = _numbers_of(
+        [_looked_at(product, [keys[at]], view, [(*rows[at], b"", 0)], {}, now) for at in others]
+    )
+    looked_at.profile = np.array(others, np.int64)[looked_at.profile]
+    return bulk.joined([numbers, looked_at]), {others[at]: problem for at, problem in problems.items()}
+
+
+def _public_body(row: tuple[Any, ...] | None) -> tuple[bytes]:
+    return (row[0] if row is not None and row[1] else b"",)
+
+
+def _numbers_of(read: Sequence[Read]) -> tuple[Numbers, dict[int, str]]:
+    problems = {place: each.problem for place, each in enumerate(read) if each.problem}
+    return bulk.numbers_of([each.packs for each in read]), problems
 
 
 def _public(found: Found, ids: Sequence[ProfileKey]) -> list[tuple[Any, ...]]:
