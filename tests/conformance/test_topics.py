@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from keyfold.core import deadletters, outbox
+from keyfold.core import deadletters, outbox, pace
 from keyfold.core.clock import SECOND_US, ManualClock
 from keyfold.core.consumer import Consumer, ConsumerWorker
 from keyfold.core.context import Context
@@ -230,6 +230,32 @@ def test_a_batch_that_loses_every_race_is_tried_with_fewer_messages_and_then_wit
             worker.step()
     assert tallies(trial.context) == {"a": 40}
     assert sizes == [4, 4, 8, 16, 8]
+
+
+@pytest.mark.spec("CORE-03", "CORE-09")
+def test_batches_grow_while_they_are_quick_and_shrink_when_one_is_too_much_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "COUNT_START", 4)
+    sizes: list[int] = []
+
+    def bounded(tx: Transaction, records: Sequence[Record]) -> None:
+        sizes.append(len(records))
+        if len(records) > 8:
+            raise BadInput("too many at once")
+        count_into_tallies(tx, records)
+
+    with opened(
+        f"sqlite:///{tmp_path / 'keyfold.db'}",
+        [TopicSpec("t", "a trial", 1)],
+        limits__consumer_batch_milliseconds=2**31,  # however slow the machine
+    ) as context:
+        trial = Trial(context, "t")
+        trial.publish(*(message("a", version) for version in range(1, 46)))
+        consume_all(consumer_worker(context, "t", bounded))
+        assert sizes == [4, 8, 16, 8, 8, 8, 9, 4, 5]
+        assert tallies(context) == {"a": 45}
+        assert context.store.read(deadletters.listed) == []
 
 
 @pytest.mark.spec("CORE-09")

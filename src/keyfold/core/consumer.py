@@ -18,6 +18,7 @@ from keyfold.core.deadletters import Apply
 from keyfold.core.errors import LeaseLost, PartitionStopped, StoreBusy, Unavailable
 from keyfold.core.leases.lease import Lease
 from keyfold.core.loops import Loop
+from keyfold.core.pace import Pace
 from keyfold.core.shards import Shards
 from keyfold.core.store import Transaction
 from keyfold.core.topics import embedded
@@ -69,7 +70,8 @@ class ConsumerWorker:
             context.settings.leases.lease_seconds,
         )
         self._positions: dict[int, tuple[int, int]] = {}  # partition -> ticket, next position
-        self._batches_max: dict[int, int] = {}  # partition -> messages, where fewer than allowed are taken for now
+        self._pace = Pace(context.limits.consumer_batch_max, context.limits.consumer_batch_milliseconds / 1_000)
+        self._batches_max: dict[int, int] = {}  # partition -> messages, where fewer are taken for now
         self._wake = context.topics.listen(f"published/{consumer.topic}")
         # A broker does not ring: what others publish is found by looking.
         self._idle_seconds_max = 1.0 if context.topics.embedded else 0.2
@@ -121,10 +123,14 @@ class ConsumerWorker:
                 name="consumer adopt",
             )
             self._positions[partition] = (lease.ticket, position)
-        count_max = self._batches_max.get(partition, self._limits.consumer_batch_max)
+        count_max = min(self._pace.count, self._batches_max.get(partition, self._pace.count))
         records = self._source.fetch(partition, position, count_max, 0.0)
         if records:
-            self._apply(partition, lease.ticket, position, records)
+            started = time.monotonic()
+            if self._apply(partition, lease.ticket, position, records):
+                self._pace.went(len(records), time.monotonic() - started)
+            else:
+                self._pace.set_back()
             self._take_more(partition)
         elif self._was_set_back(partition, position):
             self._positions.pop(partition)
@@ -132,12 +138,12 @@ class ConsumerWorker:
 
     def _take_fewer(self, partition: int) -> None:
         """A batch that lost every race, or took too long, would do so again: half of it is done sooner."""
-        count_max = self._batches_max.get(partition, self._limits.consumer_batch_max)
+        count_max = self._batches_max.get(partition, self._pace.count)
         self._batches_max[partition] = max(1, count_max // 2)
 
     def _take_more(self, partition: int) -> None:
-        count_max = 2 * self._batches_max.pop(partition, self._limits.consumer_batch_max)
-        if count_max < self._limits.consumer_batch_max:
+        count_max = 2 * self._batches_max.pop(partition, self._pace.count)
+        if count_max < self._pace.count:
             self._batches_max[partition] = count_max
 
     def _was_set_back(self, partition: int, position: int) -> bool:
@@ -145,8 +151,11 @@ class ConsumerWorker:
         stored = self._store.read(lambda tx: progress.positions(tx, self._consumer.job)).get(partition)
         return stored is not None and stored.position < position
 
-    def _apply(self, partition: int, ticket: int, position: int, records: Sequence[Record]) -> None:
-        """Apply a run of records; where it fails, halve it, left before right, until the poison stands alone."""
+    def _apply(self, partition: int, ticket: int, position: int, records: Sequence[Record]) -> bool:
+        """Apply a run of records; where it fails, halve it, left before right, until the poison stands alone.
+
+        Returns whether it was applied as a whole.
+        """
         end = records[-1].position + 1
         tries = self._limits.message_tries_max if len(records) == 1 else 1
         for attempt in range(tries):
@@ -158,17 +167,18 @@ class ConsumerWorker:
                 )
                 self._positions[partition] = (ticket, end)
                 self._consumed.inc(len(records))
-                return
+                return True
             except (Unavailable, LeaseLost, PartitionStopped):
                 raise
             except Exception as error:
                 reason = error
         if len(records) == 1:
             self._set_aside(partition, ticket, position, end, records[0], reason)
-            return
+            return False
         middle = len(records) // 2
         self._apply(partition, ticket, position, records[:middle])
         self._apply(partition, ticket, records[middle - 1].position + 1, records[middle:])
+        return False
 
     def _fold(
         self, tx: Transaction, partition: int, ticket: int, position: int, end: int, records: Sequence[Record]

@@ -39,7 +39,10 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Count, Meta(description="keys waiting behind poison messages of one partition before it stops")
     ] = 1_000
     relay_batch_max: Annotated[Count, Meta(description="most messages in one relay step")] = 2_000
-    consumer_batch_max: Annotated[Count, Meta(description="most messages in one consumer step")] = 20_000
+    consumer_batch_max: Annotated[Count, Meta(description="most messages in one consumer step")] = 50_000
+    consumer_batch_milliseconds: Annotated[
+        Count, Meta(description="a consumer step that took longer is followed by one of half as many messages")
+    ] = 500
     purge_rows_max: Annotated[Count, Meta(description="most rows removed in one purge step")] = 5_000
 
     def __post_init__(self) -> None:
