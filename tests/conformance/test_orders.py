@@ -97,16 +97,17 @@ def test_a_repeat_changes_nothing_and_another_body_is_a_conflict(orders: Orders)
 
 
 @pytest.mark.spec("ORD-05")
-def test_concurrent_repeats_count_once(store_url: str) -> None:
-    sent = [order(f"o{n}", NOW, {"phone_id": f"p{n % 7}", "card_id": "c"}, tariff=f"t{n % 3}") for n in range(300)]
+@pytest.mark.parametrize(("count", "size"), [(300, 25), (6_000, 3_000)], ids=["small", "marked and added in pieces"])
+def test_concurrent_repeats_count_once(store_url: str, count: int, size: int) -> None:
+    sent = [order(f"o{n}", NOW, {"phone_id": f"p{n % 7}", "card_id": "c"}, tariff=f"t{n % 3}") for n in range(count)]
     with opened(store_url) as orders:
         statuses: list[str] = []
         guard = threading.Lock()
 
         def work(seed: int) -> None:
             mine = random.Random(seed).sample(sent, len(sent))
-            for at in range(0, len(mine), 25):
-                found = orders.count(*mine[at : at + 25])
+            for at in range(0, len(mine), size):
+                found = orders.count(*mine[at : at + size])
                 with guard:
                     statuses.extend(found)
 
@@ -114,6 +115,21 @@ def test_concurrent_repeats_count_once(store_url: str) -> None:
         assert statuses.count("accepted") == len(sent)
         assert statuses.count("duplicate") == 3 * len(sent)
         assert orders.cells() == recount(sent, DIMENSIONS, list(ALL))
+
+
+@pytest.mark.spec("ORD-05")
+def test_a_large_batch_tells_repeats_and_conflicts_from_orders_that_are_new(orders: Orders) -> None:
+    sent = [order(f"o{n}", NOW - n, {"phone_id": f"p{n % 50}", "card_id": f"c{n}"}) for n in range(6_000)]
+    assert orders.count(*sent[:5_500]) == ["accepted"] * 5_500
+    assert orders.cells() == recount(sent[:5_500], DIMENSIONS, list(ALL))
+    other = order("o7", NOW, {"phone_id": "p0"})
+    assert orders.count(*sent[3_000:], other, sent[5_999]) == [
+        *["duplicate"] * 2_500,
+        *["accepted"] * 500,
+        "conflict",
+        "duplicate",
+    ]
+    assert orders.cells() == recount(sent, DIMENSIONS, list(ALL))
 
 
 @pytest.mark.spec("ORD-06")

@@ -4,7 +4,7 @@ import itertools
 import multiprocessing
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -403,12 +403,17 @@ def marks(count: int, first: int = 0) -> dict[str, list[object]]:
     return {"token": [*tokens], "stored_at_us": [*range(count)]}
 
 
-@pytest.mark.parametrize("count", [0, 1, 499, 500, 2_000])
+def insert_meanwhile(tx: Transaction, count: int, work: Callable[[], object]) -> tuple[set[batch.Row], object]:
+    def columns_of(numbers: Sequence[int]) -> batch.Columns:
+        return marks(len(numbers), numbers[0]) if numbers else marks(0)
+
+    return shapes.insert_new_meanwhile(tx, BATCH_TOKENS, range(count), columns_of, work)
+
+
+@pytest.mark.parametrize("count", [0, 1, 499, 500, 2_500, 6_000])
 def test_what_is_made_meanwhile_changes_nothing_of_what_is_new(store: Store, count: int) -> None:
     store.transact(lambda tx: shapes.insert_new(tx, BATCH_TOKENS, marks(count // 2)))
-    new, made = store.transact(
-        lambda tx: shapes.insert_new_meanwhile(tx, BATCH_TOKENS, marks(count), lambda: "made meanwhile")
-    )
+    new, made = store.transact(lambda tx: insert_meanwhile(tx, count, lambda: "made meanwhile"))
     assert new == {(f"{number:06d}",) for number in range(count // 2, count)}
     assert made in (None, "made meanwhile")
     assert (made is not None) == (count >= 500 and not store.is_sqlite)
@@ -421,27 +426,31 @@ def test_work_that_fails_meanwhile_leaves_nothing_and_hurts_no_later_transaction
     for _ in range(20):  # more often than there are connections
         if not store.is_sqlite:
             with pytest.raises(RuntimeError, match="meanwhile"):
-                store.transact(lambda tx: shapes.insert_new_meanwhile(tx, BATCH_TOKENS, marks(1_000), fail))
+                store.transact(lambda tx: insert_meanwhile(tx, 6_000, fail))
         assert store.read(lambda tx: shapes.load(tx, BATCH_TOKENS, {"token": ["000001"]}, ())) == {}
     assert len(store.transact(lambda tx: shapes.insert_new(tx, BATCH_TOKENS, marks(1_000)))) == 1_000
 
 
-def test_a_statement_that_fails_with_work_beside_it_has_the_meaning_that_it_has_alone(postgres_url: str) -> None:
+@pytest.mark.parametrize("held", [500, 2_900, 5_900])
+def test_a_statement_that_fails_with_work_beside_it_has_the_meaning_that_it_has_alone(
+    postgres_url: str, held: int
+) -> None:
+    """Whichever of the statements fails, also where others were sent behind it."""
     limits = Limits(lock_seconds_max=1, transaction_tries_max=2)
     store = Store.open(postgres_url, limits=limits)
     migrate.upgrade(store)
     tries: list[int] = []
 
     def insert(tx: Transaction) -> object:
-        return shapes.insert_new_meanwhile(tx, BATCH_TOKENS, marks(1_000), lambda: tries.append(1))
+        return insert_meanwhile(tx, 6_000, lambda: tries.append(1))
 
     def hold(tx: Transaction) -> None:
-        shapes.insert_new(tx, BATCH_TOKENS, marks(1, 500))
+        shapes.insert_new(tx, BATCH_TOKENS, marks(1, held))
         with pytest.raises(StoreBusy, match="lock timeout"):
             store.transact(insert)
 
     store.transact(hold)
     assert len(tries) == 2
-    new, _ = store.transact(lambda tx: shapes.insert_new_meanwhile(tx, BATCH_TOKENS, marks(1_000), lambda: 1))
-    assert len(new) == 999
+    new, _ = store.transact(lambda tx: insert_meanwhile(tx, 6_000, lambda: 1))
+    assert len(new) == 5_999
     store.close()

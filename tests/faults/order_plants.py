@@ -32,7 +32,7 @@ def _only(place: Any, name: str, instead: Callable[..., set[Any]]) -> Callable[.
 
 def _marking(instead: Callable[..., set[Any]]) -> Callable[..., tuple[set[Any], None]]:
     """Another way to insert marks of orders, with which nothing is made up meanwhile."""
-    return lambda tx, table, columns, _: (instead(tx, table, columns), None)
+    return lambda tx, table, orders, columns_of, _: (instead(tx, table, columns_of(orders)), None)
 
 
 # Marks ---------------------------------------------------------------------------------------------------------------

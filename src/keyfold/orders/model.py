@@ -131,7 +131,6 @@ class Order(Struct, frozen=True, gc=False):
     created_at_us: int
     identities: dict[int, str]
     slice_id: int
-    fingerprint: int
     sent: CompletedOrder
     is_whole: bool  # every identity that it has counts live
 

@@ -5,7 +5,7 @@ Each is one statement (or one executemany on SQLite) for the whole batch, in key
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -18,12 +18,14 @@ from keyfold.core.store.batch import Columns, Row
 from keyfold.core.store.schema import SIGN_BIT, UInt64, key_names
 from keyfold.core.store.store import Transaction
 
+R = TypeVar("R")
 T = TypeVar("T")
 Statement = tuple[str, Any]  # the driver's own SQL, and its parameters
 
 VERSION = "version"
 STEP_ROWS = 50
 MEANWHILE_ROWS_MIN = 500  # below it the further round trip costs more than the work saves
+MEANWHILE_ROWS = 2_500  # in one statement, while those of the next are made
 # Below both, the further round trip of a COPY costs more than it saves. Bytes count: in an array they go as digits.
 COPY_ROWS_MIN = 50
 COPY_BYTES_MIN = 16_000
@@ -108,39 +110,46 @@ def insert_new(tx: Transaction, table: sa.Table, columns: Columns) -> set[Row]:
 
     Two writers of one key: the second waits for the first to commit or roll back, and then sees it.
     """
-    new, _ = _insert_new(tx, table, columns, None)
-    return new
-
-
-def insert_new_meanwhile(
-    tx: Transaction, table: sa.Table, columns: Columns, work: Callable[[], T]
-) -> tuple[set[Row], T | None]:
-    """As `insert_new`, and what `work` makes while a server is at it; None where there is little to wait for."""
-    is_long = not tx.is_sqlite and len(next(iter(columns.values()))) >= MEANWHILE_ROWS_MIN
-    return _insert_new(tx, table, columns, work if is_long else None)
-
-
-def _insert_new(
-    tx: Transaction, table: sa.Table, columns: Columns, work: Callable[[], T] | None
-) -> tuple[set[Row], T | None]:
     key = key_names(table)
     rows = batch.in_key_order(columns, key)
     if not rows[key[0]]:
-        return set(), None
+        return set()
     if tx.is_sqlite and _insert_all(tx, table, rows):
-        return set(zip(*(rows[name] for name in key), strict=True)), None
-    new: set[Row] = set()
-    made: T | None = None
+        return set(zip(*(rows[name] for name in key), strict=True))
+    found = [row for sql, parameters in _inserts_new(tx, table, rows) for row in tx.rows(sql, parameters)]
+    return set(_by_key(found, table, key, ()))
+
+
+def insert_new_meanwhile(
+    tx: Transaction,
+    table: sa.Table,
+    items: Sequence[R],
+    columns_of: Callable[[Sequence[R]], Columns],
+    work: Callable[[], T],
+) -> tuple[set[Row], T | None]:
+    """As `insert_new`, of items in the order of their keys, and what `work` makes; None where little is to wait for.
+
+    A server inserts some of the items while the columns of the next are made, and the last while `work` is done.
+    """
+    if tx.is_sqlite or len(items) < MEANWHILE_ROWS_MIN:
+        return insert_new(tx, table, columns_of(items)), None
+    size = MEANWHILE_ROWS if tx.unnest else len(items)
+    key = key_names(table)
+
+    def statements() -> Iterator[Statement]:
+        for start in range(0, len(items), size):
+            yield from _inserts_new(tx, table, batch.in_key_order(columns_of(items[start : start + size]), key))
+
+    found, made = tx.rows_meanwhile(statements(), work)
+    return set(_by_key(found, table, key, ())), made
+
+
+def _inserts_new(tx: Transaction, table: sa.Table, rows: Columns) -> Iterator[Statement]:
+    """On a server one statement, unless the rows are too many for it; it returns the keys that were new."""
+    behind = f"ON CONFLICT DO NOTHING RETURNING {', '.join(key_names(table))}"
     for piece in batch.slices(tx, rows):
         rendered, parameters = batch.source(tx, table, piece, inserted=True)
-        sql = f"{_into(table, tuple(rows))} {rendered} ON CONFLICT DO NOTHING RETURNING {', '.join(key)}"
-        if work is None:
-            found = tx.rows(sql, parameters)
-        else:
-            found, made = tx.rows_meanwhile(sql, parameters, work)
-            work = None
-        new |= set(_by_key(found, table, key, ()))
-    return new, made
+        yield f"{_into(table, tuple(rows))} {rendered} {behind}", parameters
 
 
 def _insert_all(tx: Transaction, table: sa.Table, rows: Mapping[str, Sequence[Any]]) -> bool:

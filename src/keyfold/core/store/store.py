@@ -3,7 +3,7 @@
 import random
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import sqlalchemy as sa
@@ -110,20 +110,30 @@ class Transaction:
         except self.dialect.loaded_dbapi.Error as error:
             raise self._told(sql, error) from error
 
-    def rows_meanwhile(self, sql: str, parameters: Any, work: Callable[[], T]) -> tuple[list[tuple[Any, ...]], T]:
-        """As `rows`, on a server, and what `work` makes while it is at it; `work` may not touch the store."""
+    def rows_meanwhile(
+        self, statements: Iterable[tuple[str, Any]], work: Callable[[], T]
+    ) -> tuple[list[tuple[Any, ...]], T]:
+        """The rows of statements, on a server, which is at each while the next is made, and then while `work` is done.
+
+        Neither the making nor `work` may touch the store.
+        """
         connection: Any = self.connection.connection.dbapi_connection
-        if self._cursor is None:
-            self._cursor = self.engine.cursor(connection)
+        sql = ""
         try:
             with connection.pipeline():
-                self._cursor.execute(sql, parameters)
+                cursors = []
+                for sql, parameters in statements:
+                    cursors.append(self.engine.cursor(connection).execute(sql, parameters))
                 made = work()
-                return list(self._cursor.fetchall()), made
+            return [row for cursor in cursors if cursor.description for row in cursor.fetchall()], made
         except (OverflowError, UnicodeError) as error:
             raise DataRefused(str(error)) from error
         except self.dialect.loaded_dbapi.Error as error:
             raise self._told(sql, error) from error
+
+    def run_meanwhile(self, statements: Iterable[tuple[str, Any]]) -> None:
+        """Run statements, on a server, each while the next is made."""
+        self.rows_meanwhile(statements, lambda: None)
 
     def _told(self, sql: str, error: DBAPIModule.Error) -> sa.exc.DBAPIError:
         """The error as SQLAlchemy would have raised it."""

@@ -5,8 +5,8 @@ inserted first: two writers of one order meet there, and the second sees the fir
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from itertools import compress, count, islice
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, compress, count, islice
 from operator import eq
 from typing import Any
 
@@ -128,7 +128,6 @@ def _placed(
             created_at_us=created_at_us,
             identities=identities,
             slice_id=slice_.slice_id,
-            fingerprint=fingerprint(sent, created_at_us),
             sent=sent,
             is_whole=len(identities) == len(order.identities),
         ),
@@ -171,26 +170,20 @@ def _with_room(
 
 def _marked(
     tx: Transaction, unit: Unit, arrived: Sequence[tuple[int, Order]], verdicts: list[Verdict | None]
-) -> tuple[list[Order], list[Statement] | None]:
+) -> tuple[list[Order], Iterator[Statement] | None]:
     """Mark the orders that are new; of the others, tell a repeat from another order under the same id.
 
-    Returns those that are new and, if all are, which is usual, what adds them to cells, made up while a server marked.
+    Returns those that are new and, if all are, which is usual, what adds them to cells, begun while a server marked.
     """
     first: dict[str, tuple[int, Order]] = {}
     for index, order in arrived:
         first.setdefault(order.order_id, (index, order))
-    listed = [order for _, order in first.values()]
-    encode = msgspec.json.Encoder().encode
-    marks: Columns = {
-        "order_id": [order.order_id for order in listed],
-        "created_at_us": [order.created_at_us for order in listed],
-        "fingerprint": [order.fingerprint for order in listed],
-        "slice_id": [order.slice_id for order in listed],
-        "moved": ["{}"] * len(listed),
-        "identities": [encode(order.identities).decode() for order in listed],
-        "is_corrected": [0] * len(listed),
-    }
-    inserted, adding = insert_new_meanwhile(tx, unit.tables.marks, marks, lambda: _adding(tx, unit, listed))
+    listed = [first[order_id][1] for order_id in sorted(first)]
+    inserted, adding = insert_new_meanwhile(tx, unit.tables.marks, listed, _marks, lambda: _adding(tx, unit, listed))
+    if len(inserted) == len(arrived):
+        for index, order in arrived:
+            verdicts[index] = Verdict(order.order_id, "accepted")
+        return listed, adding
     new = {order_id for (order_id,) in inserted}
     known = [order.order_id for order in listed if order.order_id not in new]
     before = {
@@ -202,14 +195,33 @@ def _marked(
         if is_first and order.order_id in new:
             verdicts[index] = Verdict(order.order_id, "accepted")
             continue
-        said = before.get(order.order_id, first[order.order_id][1].fingerprint)
+        earlier = first[order.order_id][1]
+        said = before[order.order_id] if order.order_id in before else _said(earlier)
         verdicts[index] = (
             Verdict(order.order_id, "duplicate")
-            if said == order.fingerprint
+            if said == _said(order)
             else Verdict(order.order_id, "conflict", "an order of this id was counted that said something else")
         )
     counted = [order for order in listed if order.order_id in new]
     return counted, adding if len(counted) == len(listed) else None
+
+
+def _marks(orders: Sequence[Order]) -> Columns:
+    encode = msgspec.json.Encoder().encode
+    return {
+        "order_id": [order.order_id for order in orders],
+        "created_at_us": [order.created_at_us for order in orders],
+        "fingerprint": [_said(order) for order in orders],
+        "slice_id": [order.slice_id for order in orders],
+        "moved": ["{}"] * len(orders),
+        "identities": [encode(order.identities).decode() for order in orders],
+        "is_corrected": [0] * len(orders),
+    }
+
+
+def _said(order: Order) -> int:
+    """What an order said, to be compared: as dear as all else of placing it, so made up while a server marks others."""
+    return fingerprint(order.sent, order.created_at_us)
 
 
 def _told_from_left(
@@ -229,7 +241,7 @@ def _told_from_left(
     decode = msgspec.json.Decoder(CompletedOrder).decode
     left = {order_id: decode(body) for (order_id, _), (body,) in kept.items()}
     said = {order_id: fingerprint(sent, micros(sent.created_at)) for order_id, sent in left.items()}
-    other = {order.order_id for order in marked if said.get(order.order_id, order.fingerprint) != order.fingerprint}
+    other = {order.order_id for order in marked if order.order_id in said and said[order.order_id] != _said(order)}
     delete(
         tx,
         unit.tables.marks,
@@ -238,7 +250,7 @@ def _told_from_left(
     for index, order in arrived:
         verdict = verdicts[index]
         is_other = order.order_id in other
-        if is_other and order.fingerprint != said[order.order_id]:
+        if is_other and _said(order) != said[order.order_id]:
             reason = "an order of this id was left to the backfill that said something else"
             verdicts[index] = Verdict(order.order_id, "conflict", reason)
         elif not order.identities and (is_other or (verdict is not None and verdict.status != "conflict")):
@@ -255,20 +267,24 @@ def _is_left(order: Order, verdict: Verdict | None) -> bool:
 
 def _cells(orders: Sequence[Order]) -> Columns:
     """One more in the live part for each identity that an order counts for: each cell once, in key order."""
+    of_types = [_cells_of_type(*each) for each in _found_by_type(orders)]
+    return {name: list(chain.from_iterable(each[name] for each in of_types)) for name in of_types[0]}
+
+
+def _found_by_type(orders: Sequence[Order]) -> list[tuple[int, list[tuple[str, int, int]]]]:
+    """By identity type, in order: the identity, slice and moment of every order that counts for one of the type."""
     by_type: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
     for order in orders:
         created_at_us, slice_id = order.created_at_us, order.slice_id
         for type_id, value in order.identities.items():
             by_type[type_id].append((value, slice_id, created_at_us))
-    types: list[int] = []
-    columns: tuple[list[Any], ...] = ([], [], [], [], [])
-    for type_id, found in sorted(by_type.items()):
-        some = _each_once(sorted(found))
-        types += [type_id] * len(some[0])
-        for column, more in zip(columns, some, strict=True):
-            column += more
+    return sorted(by_type.items())
+
+
+def _cells_of_type(type_id: int, found: Sequence[tuple[str, int, int]]) -> Columns:
+    columns = _each_once(sorted(found))
     names = ("identity_value", "slice_id", "live_count", "live_from_us", "live_to_us")
-    return {"identity_type": types, **dict(zip(names, columns, strict=True))}
+    return {"identity_type": [type_id] * len(columns[0]), **dict(zip(names, columns, strict=True))}
 
 
 def _each_once(found: Sequence[tuple[str, int, int]]) -> tuple[Sequence[Any], ...]:
@@ -289,16 +305,27 @@ def _each_once(found: Sequence[tuple[str, int, int]]) -> tuple[Sequence[Any], ..
     return tuple(list(compress(column, is_first)) for column in cells)
 
 
-def _adding(tx: Transaction, unit: Unit, orders: Sequence[Order]) -> list[Statement]:
-    """What adds orders to their cells; nothing where all of them are left to history."""
-    if not any(order.identities for order in orders):
-        return []
-    return increments(tx, unit.tables.cells, _cells(orders), least=["live_from_us"], greatest=["live_to_us"])
+def _adding(tx: Transaction, unit: Unit, orders: Sequence[Order]) -> Iterator[Statement]:
+    """What adds orders to their cells, type by type, which is in key order: the first is made up, others when asked."""
+    statements = _added_by_type(tx, unit, orders)
+    return chain(list(islice(statements, 1)), statements)
 
 
-def _add(tx: Transaction, unit: Unit, counted: Sequence[Order], adding: list[Statement] | None) -> None:
+def _added_by_type(tx: Transaction, unit: Unit, orders: Sequence[Order]) -> Iterator[Statement]:
+    for type_id, found in _found_by_type(orders):
+        yield from _added(tx, unit, _cells_of_type(type_id, found))
+
+
+def _added(tx: Transaction, unit: Unit, cells: Columns) -> list[Statement]:
+    return increments(tx, unit.tables.cells, cells, least=["live_from_us"], greatest=["live_to_us"])
+
+
+def _add(tx: Transaction, unit: Unit, counted: Sequence[Order], adding: Iterator[Statement] | None) -> None:
     """Add orders to their cells, by what is made up here unless it is at hand."""
-    for sql, parameters in _adding(tx, unit, counted) if adding is None else adding:
+    if adding is not None:
+        tx.run_meanwhile(adding)
+        return
+    for sql, parameters in _added(tx, unit, _cells(counted)):
         tx.driver(sql, parameters)
 
 
