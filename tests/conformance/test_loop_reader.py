@@ -14,7 +14,7 @@ from keyfold.core.access import ANYONE
 from keyfold.core.errors import BadInput, NotFound
 from keyfold.core.gather import Ask, Gatherer, Operation, Outcome, Question, Reply
 from keyfold.core.limits import Limits
-from keyfold.core.store import Store, Transaction
+from keyfold.core.store import Store, Transaction, loopreader
 from keyfold.core.store.loopreader import LoopReader
 from tests.conformance.test_readers import end_all_sessions
 
@@ -175,6 +175,85 @@ def test_a_store_of_few_connections_keeps_them_all(postgres_url: str) -> None:
     store = Store.open(postgres_url, connections_max=4)
     assert store.engine.loop_reader is None
     store.close()
+
+
+# An answer that is watched for ------------------------------------------------------------------------------------
+
+
+SLOW = "SELECT 'slow' || pg_sleep(0.2)::text WHERE %s::int = 1"
+
+
+async def goes_on_beside(reader: LoopReader, *, is_alone: bool) -> bool:
+    """Whether the loop did something else while a slow answer was waited for."""
+    beside = asyncio.Event()
+    asyncio.get_running_loop().call_soon(beside.set)
+    assert await reader.rows(SLOW, ("1",), is_alone=is_alone) == [("slow",)]
+    return beside.is_set()
+
+
+@pytest.fixture
+def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets how long an answer is watched for, and how long not after that was in vain."""
+
+    def set_seconds(*, watch: float = loopreader.WATCH_SECONDS, again: float = 0.0) -> None:
+        monkeypatch.setattr(loopreader, "WATCH_SECONDS", watch)
+        monkeypatch.setattr(loopreader, "WATCH_AGAIN_SECONDS", again)
+
+    set_seconds()
+    return set_seconds
+
+
+async def prepared(reader: LoopReader) -> None:
+    """A statement that is new is prepared first, which is always waited for."""
+    await reader.rows(SLOW, ("0",))
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_rows_are_the_same_whether_or_not_their_read_is_alone(store: Store, is_alone: bool) -> None:
+    async def work(reader: LoopReader) -> None:
+        for number in range(200):
+            text = f"{number} " + "x" * (number * 500)
+            assert await reader.rows(SAID, (text, f"{number}"), is_alone=is_alone) == [(text, number)]
+
+    run(store, work)
+
+
+def test_an_answer_that_does_not_come_at_once_stops_nobody(store: Store, watching: Callable[..., None]) -> None:
+    async def work(reader: LoopReader) -> None:
+        await prepared(reader)
+        watching(again=60.0)
+        assert await goes_on_beside(reader, is_alone=True)
+        watching(watch=60.0)
+        assert await goes_on_beside(reader, is_alone=True), "the next is expected to take as long"
+
+    run(store, work)
+
+
+def test_only_a_read_that_is_alone_keeps_the_loop_to_itself(store: Store, watching: Callable[..., None]) -> None:
+    async def work(reader: LoopReader) -> None:
+        await prepared(reader)
+        watching(watch=60.0)
+        assert not await goes_on_beside(reader, is_alone=True)
+        assert await goes_on_beside(reader, is_alone=False)
+        assert not await goes_on_beside(reader, is_alone=True)
+        watching(watch=60.0, again=60.0)
+        assert await goes_on_beside(reader, is_alone=False)
+        assert await goes_on_beside(reader, is_alone=True), "others were about a moment ago"
+
+    run(store, work)
+
+
+def test_a_connection_that_ends_while_its_answer_is_watched_for_is_no_answer(
+    store: Store, watching: Callable[..., None]
+) -> None:
+    async def work(reader: LoopReader) -> None:
+        watching(watch=60.0)
+        ended = "SELECT pg_terminate_backend(pg_backend_pid()) WHERE %s::int = 1"
+        assert await reader.rows(ended, ("1",), is_alone=True) is None
+        await until_free(reader)
+        assert await reader.rows(SAID, ("a", "1"), is_alone=True) == [("a", 1)]
+
+    run(store, work)
 
 
 # In front of lanes ------------------------------------------------------------------------------------------------

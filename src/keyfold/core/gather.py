@@ -136,15 +136,18 @@ class Gatherer:
         self._in_lanes = 0  # reads
         self._closed = False
 
-    async def ask(self, operation: Operation, ask: Ask) -> Reply:
-        """Queue a request and wait for its batch. A caller that goes away before its batch began changes nothing."""
+    async def ask(self, operation: Operation, ask: Ask, *, is_alone: bool = False) -> Reply:
+        """Queue a request and wait for its batch. A caller that goes away before its batch began changes nothing.
+
+        `is_alone`: the server has no other request under way.
+        """
         if self._closed:
             raise Stopping("the server is stopping", retry_after_seconds=1)
         operation.check(ask)
         if operation.writes:
             return await self._gathered(operation, ask)
         if operation.question is not None and not self._in_lanes:
-            reply = await self._alone(operation, operation.question, ask)
+            reply = await self._alone(operation, operation.question, ask, is_alone)
             if reply is not None:
                 return reply
         self._in_lanes += 1
@@ -160,9 +163,9 @@ class Gatherer:
         return await future
 
     async def _alone(
-        self, operation: Operation, question_of: Callable[[Ask], Question | None], ask: Ask
+        self, operation: Operation, question_of: Callable[[Ask], Question | None], ask: Ask, is_alone: bool
     ) -> Reply | None:
-        """The answer to a read that has no company, found in the event loop; None where a lane is needed."""
+        """The answer to a read that no other read is beside, found in the event loop; None where a lane is needed."""
         reader = self._store.engine.loop_reader
         if reader is None or not reader.is_free():
             return None
@@ -170,7 +173,7 @@ class Gatherer:
         if question is None:
             return None
         started = time.monotonic()
-        rows = await reader.rows(question.sql, question.parameters)
+        rows = await reader.rows(question.sql, question.parameters, is_alone=is_alone)
         outcome = None if rows is None else question.answered(rows)
         if outcome is None:
             return None

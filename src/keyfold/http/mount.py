@@ -60,6 +60,7 @@ class Mounted:
         self.template = route.path
         self._guards = guards
         self._gatherer = guards.gatherer
+        self._under_way = guards.deadlines
         self._bytes_max = guards.limits.body_bytes_max
         self._decode: bodies.Decoder | None = None
         if route.body is not None:
@@ -115,7 +116,7 @@ class Mounted:
     async def _ran(self, ask: Ask) -> Answer:
         run = self.route.run
         if isinstance(run, Operation):
-            return _answer(await self._gatherer.ask(run, ask))
+            return _answer(await self._gatherer.ask(run, ask, is_alone=len(self._under_way) == 1))
         return _answer(await self._called(run, ask))
 
     async def _called(self, run: Callable[[Ask], Outcome], ask: Ask) -> Reply:

@@ -1,5 +1,6 @@
 """Between the wire and an operation: scope, grants, path, query, version and key, each checked in one place."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ from msgspec import Struct, structs
 
 from keyfold.core import access
 from keyfold.core.access import SCOPES
-from keyfold.core.gather import Operation
+from keyfold.core.gather import Ask, Operation, Reply
 from keyfold.core.route import Route
 from keyfold.http.mount import must_be_sound, no_query
 from tests.unit.http import trial
@@ -294,3 +295,34 @@ def test_a_route_that_could_not_keep_its_promises_is_not_mounted(changes: dict[s
 
 def test_a_sound_route_is_mounted() -> None:
     must_be_sound(route())
+
+
+@pytest.mark.spec("CORE-15")
+def test_a_request_is_alone_where_no_other_is_under_way_be_it_only_with_its_head(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+    ask_of = caller.gatherer.ask
+
+    async def ask(operation: Operation, one: Ask, *, is_alone: bool = False) -> Reply:
+        told.append(is_alone)
+        return await ask_of(operation, one, is_alone=is_alone)
+
+    monkeypatch.setattr(caller.gatherer, "ask", ask)
+
+    async def no_body_yet() -> Any:
+        await asyncio.Event().wait()
+
+    async def beside_one_that_waits() -> None:
+        path, request = GOOD["POST", "/v1/trials/read"]("a")
+        waiting = asyncio.create_task(caller.call("POST", path, receive=no_body_yet, **request))
+        await asyncio.sleep(0)
+        assert (await caller.call("POST", path, **request)).status == 200
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        assert (await caller.call("POST", path, **request)).status == 200
+
+    path, request = GOOD["POST", "/v1/trials/read"]("a")
+    assert caller("POST", path, **request).status == 200
+    caller.run(beside_one_that_waits())
+    assert told == [True, False, True]

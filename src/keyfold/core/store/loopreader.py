@@ -5,6 +5,7 @@ no answer: it is then read the usual way, which knows what errors mean and when 
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -19,6 +20,9 @@ from keyfold.core.store.pqcursor import BINARY, as_text, numbered
 log = structlog.get_logger(__name__)
 
 OPEN_AGAIN_SECONDS = 1.0
+# Waking up for an answer takes about as long as PostgreSQL needs for it. Nothing else runs in the loop meanwhile.
+WATCH_SECONDS = 0.0003
+WATCH_AGAIN_SECONDS = 0.02
 
 
 class LoopConnection:
@@ -33,18 +37,22 @@ class LoopConnection:
         self._loop = loop
         self._socket = self._pgconn.socket
         self._waiting: asyncio.Future[None] | None = None
+        self._watch_at = 0.0
         self._prepared: dict[str, bytes] = {}
         self.is_lost = False
         loop.add_reader(self._socket, self._readable)
 
-    async def rows(self, sql: str, values: Sequence[bytes]) -> list[Row]:
+    async def rows(self, sql: str, values: Sequence[bytes], *, is_alone: bool) -> list[Row]:
         name = self._prepared.get(sql)
         if name is None:
             name = b"loop_%d" % len(self._prepared)
             self._pgconn.send_prepare(name, numbered(sql))
+            self._flush()
             await self._result()
             self._prepared[sql] = name
         self._pgconn.send_query_prepared(name, values, result_format=BINARY)
+        self._flush()
+        self._watch(is_alone)
         result = await self._result()
         transformer = Transformer(self._connection)
         transformer.set_pgresult(result)
@@ -57,10 +65,29 @@ class LoopConnection:
                 self._loop.remove_reader(self._socket)
             self._pgconn.finish()
 
-    async def _result(self) -> "pq.abc.PGresult":
-        """What the statement that was sent gave."""
+    def _flush(self) -> None:
         if self._pgconn.flush():
             raise psycopg.OperationalError("the socket does not take a small statement: the server does not read")
+
+    def _watch(self, is_alone: bool) -> None:
+        """Look for the answer for a moment rather than sleep until it comes, where that keeps nobody else waiting.
+
+        Where others were about a moment ago, or an answer took longer than that, more of the same is to come.
+        """
+        now = time.monotonic()
+        if is_alone and now < self._watch_at:
+            return
+        until = now + WATCH_SECONDS if is_alone else now
+        while self._pgconn.is_busy():
+            if now >= until:
+                self._watch_at = now + WATCH_AGAIN_SECONDS
+                return
+            os.sched_yield()  # on a machine of one core PostgreSQL could not answer otherwise
+            self._pgconn.consume_input()
+            now = time.monotonic()
+
+    async def _result(self) -> "pq.abc.PGresult":
+        """What the statement that was sent gave."""
         last: pq.abc.PGresult | None = None
         while True:
             while self._pgconn.is_busy():
@@ -114,8 +141,11 @@ class LoopReader:
             self._opening = loop.create_task(self._open(loop))
         return False
 
-    async def rows(self, sql: str, parameters: Sequence[str]) -> list[Row] | None:
-        """The rows of one statement; None where they must be read the usual way."""
+    async def rows(self, sql: str, parameters: Sequence[str], *, is_alone: bool = False) -> list[Row] | None:
+        """The rows of one statement; None where they must be read the usual way.
+
+        `is_alone`: nobody else waits for the loop, so that it may look out for the answer.
+        """
         connection = self._connection
         values = as_text(parameters)
         if connection is None or connection.is_lost or self._is_busy or values is None:
@@ -123,7 +153,7 @@ class LoopReader:
         self._is_busy = True
         is_whole = False
         try:
-            found = await connection.rows(sql, values)
+            found = await connection.rows(sql, values, is_alone=is_alone)
             is_whole = True
             return found
         except psycopg.Error as error:
