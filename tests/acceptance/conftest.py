@@ -12,6 +12,7 @@ import structlog
 
 from keyfold.cli.run import run as run_command
 from tests.acceptance.served import KEYFOLD, LOGS, PROFILES, TRIAL, TYPES, UNITS, Served, Start, serving
+from tests.servers.fixtures import fresh_database
 
 
 @pytest.fixture
@@ -75,6 +76,20 @@ def start_trial(tmp_path: Path) -> Iterator[Start]:
     yield run
     for served in started:
         served.stop()
+
+
+# A group a kind: one worker of the tests serves each, where otherwise every worker would serve both.
+KINDS = [pytest.param(kind, marks=pytest.mark.xdist_group(f"served on {kind}")) for kind in ("sqlite", "postgresql")]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def module_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of an empty store of each kind, for all the tests of a module."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path_factory.mktemp('store') / 'keyfold.db'}"
+        return
+    with fresh_database(request.getfixturevalue("postgres_server")) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

@@ -105,8 +105,11 @@ def token_for(store_url: str, scopes: Sequence[str] = tuple(SCOPES), **grants: S
 def serving(directory: Path, environ: Mapping[str, str] = {}) -> Iterator[Served]:
     """A server for many tests, with its store in `directory` unless another is named; its `token` may do everything."""
     url = environ.get("KEYFOLD_STORE_URL", f"sqlite:///{directory / 'keyfold.db'}")
-    command = [*KEYFOLD, "serve", "--port", "0"]
-    served = Served(command, directory, {**LOGS, **QUIET_LIMITS, "KEYFOLD_STORE_URL": url, **environ})
+    given = {**LOGS, **QUIET_LIMITS, "KEYFOLD_STORE_URL": url, **environ}
+    if not url.startswith("sqlite:"):
+        upgrade = Served([*KEYFOLD, "store", "upgrade"], directory, given)
+        assert upgrade.wait() == 0, upgrade.log
+    served = Served([*KEYFOLD, "serve", "--port", "0"], directory, given)
     try:
         served.wait_until_ready()
         served.store_url, served.token = url, token_for(url)

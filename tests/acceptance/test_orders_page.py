@@ -4,13 +4,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from keyfold.orders.settings import UnitSettings
-from tests.acceptance.served import QUIET_LIMITS, Start, token_for
+from tests.acceptance.served import Served, serving, token_for
 
 PAGE = (Path(__file__).parents[2] / "docs/orders.md").read_text(encoding="utf-8")
 
@@ -20,10 +21,15 @@ def test_every_setting_of_a_unit_is_told() -> None:
     assert set(UnitSettings.__struct_fields__) <= told
 
 
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, module_url: str) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("coupons"), {"KEYFOLD_STORE_URL": module_url}) as server:
+        yield server
+
+
 @pytest.mark.spec("ORD-13", "ORD-14")
-def test_the_coupon_service_grants_the_first_three_rides_and_fails_closed(start: Start, tmp_path: Path) -> None:
-    served = start("--no-work", **QUIET_LIMITS)
-    token = token_for(f"sqlite:///{tmp_path / 'keyfold.db'}", ["ingest", "read"])
+def test_the_coupon_service_grants_the_first_three_rides_and_fails_closed(served: Served, tmp_path: Path) -> None:
+    token = token_for(served.store_url, ["ingest", "read"])
     (tmp_path / "coupons.py").write_text(re.findall(r"```python\n(# coupons.py.*?)```", PAGE, re.DOTALL)[0])
 
     def coupons(line: str, url: str = served.url) -> str:

@@ -1371,6 +1371,79 @@ def test_an_order_taken_back_while_history_is_counted_is_left_out_of_it(store_ur
         assert orders.cells() == recount([other], DIMENSIONS, ["mail"])
 
 
+@pytest.mark.spec("ORD-08", "ORD-09", "ORD-10", "ORD-16", "CORE-16")
+def test_no_read_holds_all_the_orders_that_were_ever_taken_back(
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are never purged: a backfill, also one during which more are taken back, and a split take them in pages."""
+    monkeypatch.setattr("keyfold.orders.service.excluding.PAGE_ROWS", 4)
+    monkeypatch.setattr("keyfold.orders.service.backfilling.IDENTITIES_MAX", 2)
+    every = [
+        order(f"o{n:02}", START + n, {"phone_id": f"p{n % 3}", "mail": f"m{n % 7}"}, city=f"c{n % 2}")
+        for n in range(40)
+    ]
+    taken_back = [each.order_id for each in every[:30]]
+    rows: list[int] = []
+    real = Transaction.execute
+
+    def counting(tx: Transaction, statement: Any, parameters: Any = None) -> Any:
+        found = real(tx, statement, parameters)
+        if not (isinstance(statement, sa.Select) and "corrections" in str(statement)):
+            return found
+        rows.append(len((frozen := found.freeze()).data))
+        return frozen()
+
+    def more_taken_back(*_: object) -> None:
+        take_back(orders, *taken_back[10:20])
+
+    path = write_history(tmp_path / "h.parquet", every)
+    with opened(store_url, identities=["phone_id"], start=iso(START)) as orders:
+        orders.clock.advance(3 * HOUR)
+        alone = [msgspec.structs.replace(each, identities={"phone_id": each.identities["phone_id"]}) for each in every]
+        orders.count(*map(without_city, alone))
+        take_back(orders, *taken_back[:10])
+        add_identity(orders.store, orders.unit, "mail", (START + DAY) * 1_000_000)
+        orders.clock.advance(2 * DAY)
+        monkeypatch.setattr(Transaction, "execute", counting)
+        orders.backfill(path, "mail", report=more_taken_back)
+        assert (max(rows), sum(rows)) == (4, 10 + 20)
+        assert orders.cells() == recount(list(map(without_city, every[20:])), DIMENSIONS, ["phone_id", "mail"])
+        take_back(orders, *taken_back[20:])
+        orders.backfill(path)
+        assert orders.add_dimension("city", path).is_done
+        assert (max(rows), sum(rows)) == (4, 10 + 20 + 30 + 2 * 30)
+        assert orders.cells() == recount(every[30:], [*DIMENSIONS, "city"], ["phone_id", "mail"])
+
+
+@pytest.mark.spec("ORD-08", "ORD-16")
+def test_what_was_taken_back_is_left_out_of_a_table_of_another_engine_up_to_a_bound(
+    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ibis
+
+    every = [order(f"o{n}", START + n, {"phone_id": f"p{n % 3}", "mail": f"m{n % 4}"}) for n in range(20)]
+    connection = ibis.connect(postgres_url)
+    connection.create_table("finished", pq.read_table(write_history(tmp_path / "h.parquet", every)))
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", identities=["phone_id"], start=iso(START)) as orders:
+        orders.clock.advance(3 * HOUR)
+        orders.count(*[msgspec.structs.replace(each, identities={"phone_id": "p"}) for each in every])
+        add_identity(orders.store, orders.unit, "mail", (START + DAY) * 1_000_000)
+        orders.clock.advance(2 * DAY)
+        take_back(orders, "o1", "o2")
+        names = names_of(orders.unit, orders.store.read(orders.unit.stood).state, ["mail"])
+        history = history_of(orders.unit, connection.table("finished"), names)
+        with monkeypatch.context() as patch:
+            patch.setattr("keyfold.orders.service.excluding.UPLOADED_MAX", 1)
+            with pytest.raises(BadInput, match="2 orders were taken back, 1 can be left out of a history in postgres"):
+                backfill(orders.store, orders.unit, history, ["mail"])
+        backfill(orders.store, orders.unit, history, ["mail"], report=lambda *_: take_back(orders, "o3"))
+        counted = {key: count for key, count in orders.cells().items() if key[0] == "mail"}
+        assert counted == recount(
+            [each for each in every if each.order_id not in ("o1", "o2", "o3")], DIMENSIONS, ["mail"]
+        )
+    connection.disconnect()
+
+
 @pytest.mark.spec("ORD-08", "ORD-16")
 def test_taking_back_live_orders_neither_ends_a_backfill_nor_makes_it_begin_anew(
     with_history: Orders, tmp_path: Path

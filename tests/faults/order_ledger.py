@@ -17,6 +17,7 @@ from keyfold.core.tables import AUDIT
 from keyfold.orders.model import CompletedOrder, IdentityType, UnitState, micros
 from keyfold.orders.service.checking import Check, Checked
 from keyfold.orders.service.correcting import Corrected
+from keyfold.orders.service.excluding import ORDER_ID, Excluded
 from keyfold.orders.service.history import HistoryCell
 from keyfold.orders.service.reading import is_complete
 from keyfold.orders.service.splitting import Split
@@ -49,19 +50,22 @@ class Listed:
     def must_be_same(self) -> None:
         """It is a list of its own."""
 
-    def cells(self, kind: IdentityType, after: str | None, without: Sequence[str]) -> Iterator[HistoryCell]:
+    def cells(self, kind: IdentityType, after: str | None, without: Excluded) -> Iterator[HistoryCell]:
         orders = self._of(kind, after, without)
         yield from self._grouped(kind, [each for each in orders if not kind.takes(micros(each.created_at))])
 
-    def cells_of(self, kind: IdentityType, identities: Sequence[str], without: Sequence[str]) -> Iterator[HistoryCell]:
+    def cells_of(self, kind: IdentityType, identities: Sequence[str], without: Excluded) -> Iterator[HistoryCell]:
         return (each for each in self.cells(kind, None, without) if each.identity in identities)
 
-    def identities_of(self, kind: IdentityType, order_ids: Sequence[str]) -> list[str]:
-        found = [each for each in self._orders if each.order_id in order_ids]
-        return sorted({each.identities[kind.name] for each in found if kind.name in each.identities})
+    def identities_of(
+        self, kind: IdentityType, excluded: Excluded, before: Excluded, after: str | None, limit: int
+    ) -> list[str]:
+        wanted = _ids(excluded) - _ids(before)
+        found = {each.identities.get(kind.name, "") for each in self._orders if each.order_id in wanted}
+        return sorted(each for each in found if each > (after or ""))[:limit]
 
     def all_cells(
-        self, kind: IdentityType, after: str | None, without: Sequence[str], *, single_from_us: int
+        self, kind: IdentityType, after: str | None, without: Excluded, *, single_from_us: int
     ) -> Iterator[HistoryCell]:
         orders = self._of(kind, after, without)
         live = [each for each in orders if kind.takes(micros(each.created_at))]
@@ -76,8 +80,9 @@ class Listed:
         there = [each for each in self._orders if kind.name in each.identities]
         return sorted(set(order_ids) - {each.order_id for each in there if not kind.takes(micros(each.created_at))})
 
-    def _of(self, kind: IdentityType, after: str | None, without: Sequence[str]) -> list[CompletedOrder]:
-        left = [each for each in self._orders if each.order_id not in without]
+    def _of(self, kind: IdentityType, after: str | None, without: Excluded) -> list[CompletedOrder]:
+        gone = _ids(without)
+        left = [each for each in self._orders if each.order_id not in gone]
         self._book.told(kind.name, left)
         return [each for each in left if kind.name in each.identities and each.identities[kind.name] > (after or "")]
 
@@ -90,6 +95,10 @@ class Listed:
             groups[each.identities[kind.name], values].append(micros(each.created_at))
         for (identity, values), created in sorted(groups.items()):
             yield HistoryCell(identity, values, len(created), min(created), max(created), order_id, is_live)
+
+
+def _ids(excluded: Excluded) -> set[str]:
+    return set(excluded.files().to_table()[ORDER_ID].to_pylist())
 
 
 class Cell(NamedTuple):

@@ -15,6 +15,7 @@ from msgspec import Struct, structs
 from keyfold.core.errors import Conflict, Internal
 from keyfold.core.store import Store, Transaction
 from keyfold.orders.model import IdentityType
+from keyfold.orders.service.excluding import Excluded, corrected
 from keyfold.orders.service.filling import (
     Filled,
     Report,
@@ -68,18 +69,14 @@ def backfill(
     done: list[Backfilled] = []
     for kind in kinds:
         tell = behind(report, sum(each.orders for each in done))
-        done.append(_Filler(store, unit, history, kind, tell, cells_max).run())
+        with closing(_Filler(store, unit, history, kind, tell, cells_max)) as filler:
+            done.append(filler.run())
     return done
 
 
 def orders_to_count(history: History, kinds: Sequence[IdentityType]) -> int:
     """How many orders a backfill of identity types has to count, each once for each type."""
     return sum(history.count_before_start(kind) for kind in kinds)
-
-
-def corrected(tx: Transaction, unit: Unit) -> list[str]:
-    """Orders that were taken back; history still has them."""
-    return list(tx.execute(sa.select(unit.tables.corrections.c.order_id)).scalars())
 
 
 class _Filler:
@@ -95,9 +92,13 @@ class _Filler:
         self._report = report
         self._cells_max = cells_max
         self._started_at_us = store.read(lambda tx: tx.now_us)
-        self._taken_back, self._without = store.read(self._left_out)
+        self._taken_back = self._number_of_taken_back()
         read = f"{history.source} {','.join(history.dimensions)} {kind.start_us} {self._taken_back}"
         self._job = Job.begin(store, unit, f"backfill {kind.name}", read)
+        self._without = self._excluded()
+
+    def close(self) -> None:
+        self._without.close()
 
     def run(self) -> Backfilled:
         # Before it is read: what it gains meanwhile is not counted, so it must be called lacking.
@@ -125,10 +126,13 @@ class _Filler:
             is_behind=not is_known,
         )
 
-    def _left_out(self, tx: Transaction) -> tuple[int, list[str]]:
-        """Orders of its history that were taken back, and the number that every further one raises."""
-        taken_back = self._unit.stood(tx).state.by_name[self._kind.name].taken_back
-        return taken_back, corrected(tx, self._unit) if taken_back else []
+    def _number_of_taken_back(self) -> int:
+        """The number that every order of its history raises that is taken back."""
+        return self._store.read(self._unit.stood).state.by_name[self._kind.name].taken_back
+
+    def _excluded(self) -> Excluded:
+        """What was taken back when the number was read, and perhaps since: then it has changed, and that is seen."""
+        return Excluded(corrected(self._store, self._unit) if self._taken_back else ())
 
     def _looked_through(self) -> set[str]:
         """The orders that history lacks of those left to it so far; whoever leaves one from now on says so."""
@@ -194,13 +198,17 @@ class _Filler:
 
     def _leave_out_more(self) -> None:
         """Set the identities anew of which orders were taken back since it began."""
-        taken_back, without = self._store.read(self._left_out)
-        more = sorted(set(without) - set(self._without))
-        identities = self._history.identities_of(self._kind, more) if more else []
-        for at in range(0, len(identities), IDENTITIES_MAX):
-            some = identities[at : at + IDENTITIES_MAX]
-            self._set_again(some, [self._filled(each) for each in self._history.cells_of(self._kind, some, without)])
-        self._taken_back, self._without = taken_back, without
+        number, before = self._number_of_taken_back(), self._without
+        if number == self._taken_back:
+            return
+        with closing(before):
+            self._taken_back = number
+            self._without = self._excluded()
+            after: str | None = None
+            while some := self._history.identities_of(self._kind, self._without, before, after, IDENTITIES_MAX):
+                cells = self._history.cells_of(self._kind, some, self._without)
+                self._set_again(some, [self._filled(each) for each in cells])
+                after = some[-1]
 
     def _set_again(self, identities: Sequence[str], filled: Sequence[Filled]) -> None:
         before = self._job.progress

@@ -18,13 +18,14 @@ from keyfold.bulk import engines
 from keyfold.core.errors import BadInput, Conflict
 from keyfold.core.times import iso
 from keyfold.orders.model import APPLICATION, BRAND, UNKNOWN, IdentityType, UnitState
+from keyfold.orders.service.excluding import ORDER_ID, Excluded
 from keyfold.orders.service.unit import Unit
 from keyfold.orders.settings import OWN_PREFIX
 
 if TYPE_CHECKING:
     import ibis.expr.types as ir
 
-ORDER_ID, CREATED_AT = "order_id", "created_at"
+CREATED_AT = "created_at"
 # Columns of our own beside those of users, whose names cannot begin like this.
 COUNT, FROM, TO, SINGLE, LIVE = (f"{OWN_PREFIX}{name}" for name in ("count", "from", "to", "single", "is_live"))
 TEXT_MAX = 200
@@ -95,14 +96,14 @@ class History:
 
     def count_before_start(self, kind: IdentityType) -> int:
         """How many orders of an identity type were created before its start."""
-        orders = self._orders(kind, None, ())
+        orders = self._orders(kind, None)
         return int(orders.filter(orders[CREATED_AT] < self._moment(kind.start_us or 0)).count().execute())
 
-    def cells(self, kind: IdentityType, after: str | None, without: Sequence[str]) -> Generator[HistoryCell]:
+    def cells(self, kind: IdentityType, after: str | None, without: Excluded) -> Generator[HistoryCell]:
         """The cells of an identity type, of orders created before its start, in the order of the identities."""
         yield from self._cells(kind, self._orders(kind, after, without))
 
-    def cells_of(self, kind: IdentityType, identities: Sequence[str], without: Sequence[str]) -> Generator[HistoryCell]:
+    def cells_of(self, kind: IdentityType, identities: Sequence[str], without: Excluded) -> Generator[HistoryCell]:
         """The same of some identities."""
         orders = self._orders(kind, None, without)
         yield from self._cells(kind, orders.filter(orders[kind.name].isin(list(identities))))
@@ -120,7 +121,7 @@ class History:
         )
 
     def all_cells(
-        self, kind: IdentityType, after: str | None, without: Sequence[str], *, single_from_us: int
+        self, kind: IdentityType, after: str | None, without: Excluded, *, single_from_us: int
     ) -> Iterator[HistoryCell]:
         """The cells of all orders, live and history apart.
 
@@ -151,27 +152,27 @@ class History:
         if not order_ids:
             return []
         wanted = ibis.memtable({ORDER_ID: list(order_ids)}, schema={ORDER_ID: "string"})
-        orders = self._orders(kind, None, ())
+        orders = self._orders(kind, None)
         missing = wanted.anti_join(orders.filter(orders[CREATED_AT] < self._moment(kind.start_us or 0)), ORDER_ID)
         return sorted(missing.to_pyarrow()[ORDER_ID].to_pylist())
 
-    def identities_of(self, kind: IdentityType, order_ids: Sequence[str]) -> list[str]:
-        """Whose the orders are, of those that history has."""
-        import ibis
+    def identities_of(
+        self, kind: IdentityType, excluded: Excluded, before: Excluded, after: str | None, limit: int
+    ) -> list[str]:
+        """Whose orders are excluded that were not before: the next identities behind `after`."""
+        if not excluded.count:
+            return []
+        engine = self._table.get_backend()
+        orders = self._orders(kind, after, before).semi_join(excluded.table(engine), ORDER_ID)
+        found = orders.select(kind.name).distinct().order_by(kind.name).limit(limit)
+        return list(found.to_pyarrow()[kind.name].to_pylist())
 
-        wanted = ibis.memtable({ORDER_ID: list(order_ids)}, schema={ORDER_ID: "string"})
-        found = self._orders(kind, None, ()).semi_join(wanted, ORDER_ID).select(kind.name).distinct()
-        return sorted(found.to_pyarrow()[kind.name].to_pylist())
-
-    def _orders(self, kind: IdentityType, after: str | None, without: Sequence[str]) -> "ir.Table":
-        import ibis
-
+    def _orders(self, kind: IdentityType, after: str | None, without: Excluded | None = None) -> "ir.Table":
         orders = self._table.filter(self._table[kind.name].notnull())
         if after is not None:
             orders = orders.filter(orders[kind.name] > after)
-        if without:
-            gone = ibis.memtable({ORDER_ID: list(without)}, schema={ORDER_ID: "string"})
-            orders = orders.anti_join(gone, ORDER_ID)
+        if without is not None and without.count:
+            orders = orders.anti_join(without.table(orders.get_backend()), ORDER_ID)
         return orders
 
     def _moment(self, time_us: int) -> Any:

@@ -19,7 +19,7 @@ from keyfold.core.store import Store, Transaction, batch
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import delete, increment, load, update
 from keyfold.orders.model import APPLICATION, UNKNOWN, IdentityType, Part, Slice, Splitting, UnitState, moved_of
-from keyfold.orders.service.backfilling import corrected
+from keyfold.orders.service.excluding import Excluded, corrected
 from keyfold.orders.service.filling import Report, behind, must_not_be_splitting, silent
 from keyfold.orders.service.history import History, HistoryCell
 from keyfold.orders.service.jobs import Job, Progress, progress_of
@@ -271,8 +271,9 @@ class _Splitter:
     def _read_history(self, after: str | None) -> Generator[HistoryCell]:
         if self._history is None:
             return
-        without = self._store.read(lambda tx: corrected(tx, self._unit))
-        yield from self._history.all_cells(self._kind, after, without, single_from_us=self._splitting.marked_from_us)
+        marked_from_us = self._splitting.marked_from_us
+        with closing(Excluded(corrected(self._store, self._unit))) as without:
+            yield from self._history.all_cells(self._kind, after, without, single_from_us=marked_from_us)
 
     def _next_identities(self, after: str | None) -> list[str]:
         """The next identities that have old cells, in order: as many whole ones as fit into one transaction."""
