@@ -4,8 +4,9 @@ import itertools
 import multiprocessing
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -368,6 +369,36 @@ def test_a_transaction_that_runs_too_long_is_rolled_back(store_url: str) -> None
     with pytest.raises(StoreBusy, match="longer than 1 seconds"):
         store.transact(slow)
     assert values(store) == {}
+    store.close()
+
+
+@pytest.mark.spec("CORE-04")
+def test_a_client_that_is_stuck_between_statements_that_are_sent_ahead_keeps_no_row(postgres_url: str) -> None:
+    store = Store.open(postgres_url, limits=Limits(transaction_seconds_max=1, lock_seconds_max=1))
+    migrate.upgrade(store)
+    if store.read(lambda tx: int(tx.rows("SHOW server_version_num")[0][0])) < 170_000:
+        pytest.skip("before PostgreSQL 17 nothing bounds a whole transaction")
+    add_one = "INSERT INTO tallies VALUES (%s, 1, 1, 1) ON CONFLICT (key) DO UPDATE SET value = 9"
+    locked, freed = threading.Event(), threading.Event()
+
+    def stuck(tx: Transaction) -> None:
+        def statements() -> Iterator[tuple[str, Any]]:
+            yield add_one, ("a",)
+            locked.set()
+            assert freed.wait(30)
+            yield add_one, ("b",)
+
+        tx.run_meanwhile(statements())
+
+    other = Store.open(postgres_url, limits=Limits(transaction_seconds_max=20, lock_seconds_max=20))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.transact, stuck)
+        assert locked.wait(10)
+        other.transact(lambda tx: tx.driver(add_one, ("a",)))
+        freed.set()
+        waiting.result()  # tried again as a whole, when nobody is in the way
+    assert values(store) == {"a": 9, "b": 1}
+    other.close()
     store.close()
 
 

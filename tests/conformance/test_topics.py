@@ -1,10 +1,12 @@
 """What a topic must do, whether it lives in the store or in Kafka: outbox → relay → topic → consumer."""
 
 import contextlib
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -16,7 +18,7 @@ from keyfold.core.context import Context
 from keyfold.core.errors import BadInput, OffsetGone, PartitionStopped, StoreBusy, TopicChanged
 from keyfold.core.janitor import Janitor
 from keyfold.core.relay import Relay
-from keyfold.core.store import Transaction, shapes
+from keyfold.core.store import Store, Transaction, shapes
 from keyfold.core.tables import MESSAGES, PARKED_KEYS, PROGRESS
 from keyfold.core.topics import embedded
 from keyfold.core.topics.topic import Payloads, Record, TopicSpec, partition_of, payloads_of
@@ -256,6 +258,50 @@ def test_batches_grow_while_they_are_quick_and_shrink_when_one_is_too_much_as_a_
         assert sizes == [4, 8, 16, 8, 8, 8, 9, 4, 5]
         assert tallies(context) == {"a": 45}
         assert context.store.read(deadletters.listed) == []
+
+
+@pytest.mark.spec("CORE-03")
+def test_a_batch_that_takes_long_is_followed_by_smaller_ones_and_a_wait_for_the_store_is_not_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "COUNT_START", 8)
+    monkeypatch.setattr(pace, "COUNT_MIN", 2)
+    sizes: list[int] = []
+
+    def slow(tx: Transaction, records: Sequence[Record]) -> None:
+        sizes.append(len(records))
+        time.sleep(0.1)
+        count_into_tallies(tx, records)
+
+    with opened(
+        f"sqlite:///{tmp_path / 'keyfold.db'}",
+        [TopicSpec("t", "a trial", 1)],
+        limits__consumer_batch_max=8,
+        limits__consumer_batch_milliseconds=50,
+    ) as context:
+        trial = Trial(context, "t")
+        trial.publish(*(message("a", version) for version in range(1, 19)))
+        consume_all(consumer_worker(context, "t", slow))
+        assert sizes == [8, 4, 2, 2, 2]
+
+    transact = Store.transact
+
+    def waited(self: Store, *given: Any, **options: Any) -> Any:
+        time.sleep(0.3)
+        return transact(self, *given, **options)
+
+    sizes.clear()
+    with opened(
+        f"sqlite:///{tmp_path / 'other.db'}",
+        [TopicSpec("t", "a trial", 1)],
+        limits__consumer_batch_max=8,
+        limits__consumer_batch_milliseconds=250,
+    ) as context:
+        trial = Trial(context, "t")
+        trial.publish(*(message("a", version) for version in range(1, 25)))
+        monkeypatch.setattr(Store, "transact", waited)
+        consume_all(consumer_worker(context, "t", slow))
+        assert sizes[:2] == [8, 8]
 
 
 @pytest.mark.spec("CORE-09")

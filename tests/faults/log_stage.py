@@ -56,7 +56,10 @@ class LogStage(Stage, Generic[Item]):
     ) -> None:
         super().__init__(seed, template, directory, settings, clock)
         self._limits = msgspec.structs.replace(
-            self._settings.limits, relay_batch_max=BATCH_MAX, consumer_batch_max=BATCH_MAX
+            self._settings.limits,
+            relay_batch_max=BATCH_MAX,
+            consumer_batch_max=BATCH_MAX,
+            consumer_batch_milliseconds=2**31,
         )
         self._outside = {name: OutsideTopic(name, self.part.name, self, losing=0.7) for name in self.outside}
         self._topics = SimulatedTopics(self._store, self._settings, dict.fromkeys(self._outside, self.partitions))

@@ -48,7 +48,10 @@ class Simulation(Stage):
     def __init__(self, seed: int, template: Path, directory: Path) -> None:
         super().__init__(seed, template, directory, settings, ManualClock())
         self._limits = msgspec.structs.replace(
-            self._settings.limits, relay_batch_max=BATCH_MAX, consumer_batch_max=BATCH_MAX
+            self._settings.limits,
+            relay_batch_max=BATCH_MAX,
+            consumer_batch_max=BATCH_MAX,
+            consumer_batch_milliseconds=2**31,
         )
         self._outside: dict[str, OutsideTopic] = {}
         if self.chance.random() < 0.5:

@@ -69,6 +69,7 @@ class ConsumerWorker:
             worker,
             context.settings.leases.lease_seconds,
         )
+        self._began = 0.0  # when the last try of a batch had the store: waiting for it is not the batch's own time
         self._positions: dict[int, tuple[int, int]] = {}  # partition -> ticket, next position
         self._pace = Pace(context.limits.consumer_batch_max, context.limits.consumer_batch_milliseconds / 1_000)
         self._batches_max: dict[int, int] = {}  # partition -> messages, where fewer are taken for now
@@ -123,12 +124,10 @@ class ConsumerWorker:
                 name="consumer adopt",
             )
             self._positions[partition] = (lease.ticket, position)
-        count_max = min(self._pace.count, self._batches_max.get(partition, self._pace.count))
-        records = self._source.fetch(partition, position, count_max, 0.0)
+        records = self._source.fetch(partition, position, self._count_max(partition), 0.0)
         if records:
-            started = time.monotonic()
             if self._apply(partition, lease.ticket, position, records):
-                self._pace.went(len(records), time.monotonic() - started)
+                self._pace.went(len(records), time.monotonic() - self._began)
             else:
                 self._pace.set_back()
             self._take_more(partition)
@@ -136,10 +135,12 @@ class ConsumerWorker:
             self._positions.pop(partition)
         return len(records)
 
+    def _count_max(self, partition: int) -> int:
+        return min(self._pace.count, self._batches_max.get(partition, self._pace.count))
+
     def _take_fewer(self, partition: int) -> None:
         """A batch that lost every race, or took too long, would do so again: half of it is done sooner."""
-        count_max = self._batches_max.get(partition, self._pace.count)
-        self._batches_max[partition] = max(1, count_max // 2)
+        self._batches_max[partition] = max(1, self._count_max(partition) // 2)
 
     def _take_more(self, partition: int) -> None:
         count_max = 2 * self._batches_max.pop(partition, self._pace.count)
@@ -183,6 +184,7 @@ class ConsumerWorker:
     def _fold(
         self, tx: Transaction, partition: int, ticket: int, position: int, end: int, records: Sequence[Record]
     ) -> None:
+        self._began = time.monotonic()
         progress.advance(tx, self._consumer.job, partition, ticket, position, end)
         free = (
             deadletters.park(tx, self._consumer.name, self._consumer.topic, records)

@@ -41,7 +41,7 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     relay_batch_max: Annotated[Count, Meta(description="most messages in one relay step")] = 2_000
     consumer_batch_max: Annotated[Count, Meta(description="most messages in one consumer step")] = 50_000
     consumer_batch_milliseconds: Annotated[
-        Count, Meta(description="a consumer step that took longer is followed by one of half as many messages")
+        Count, Meta(description="a consumer step of many messages that took longer is followed by smaller ones")
     ] = 500
     purge_rows_max: Annotated[Count, Meta(description="most rows removed in one purge step")] = 5_000
 

@@ -1,6 +1,7 @@
 """How many messages a consumer takes at once: more while batches are quick, fewer when one took too long or failed."""
 
 COUNT_START = 10_000
+COUNT_MIN = 1_000  # slowness alone leads no lower: what every step costs, however small, would only be paid more often
 
 
 class Pace:
@@ -18,13 +19,17 @@ class Pace:
         self._share = 1  # of the count, by which it grows
 
     def went(self, taken: int, seconds: float) -> None:
-        """A batch of so many was applied in so many seconds."""
+        """A batch of so many took so many seconds, from its first statement to its commit; a small one says nothing."""
         if seconds > self._seconds_max:
-            self.set_back()
+            if taken > self.count // 2:
+                self._shrink(COUNT_MIN)
         elif taken >= self.count and seconds < self._seconds_max / 2:
             self.count = min(self._count_max, self.count + max(1, self.count // self._share))
 
     def set_back(self) -> None:
-        """A batch was too much as a whole, or took too long."""
-        self.count = max(1, self.count // 2)
+        """A batch was too much as a whole."""
+        self._shrink(1)
+
+    def _shrink(self, least: int) -> None:
+        self.count = max(min(least, self.count), self.count // 2)
         self._share = 8

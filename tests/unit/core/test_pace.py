@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyfold.core.pace import COUNT_START, Pace
+from keyfold.core.pace import COUNT_MIN, COUNT_START, Pace
 
 QUICK, FAIR, SLOW = 0.1, 0.4, 0.6
 
@@ -21,7 +21,26 @@ def test_a_batch_that_was_not_full_says_nothing() -> None:
     pace = Pace(50_000, 0.5)
     pace.went(COUNT_START - 1, QUICK)
     pace.went(COUNT_START, FAIR)
+    for _ in range(20):
+        pace.went(3, SLOW)
     assert pace.count == COUNT_START
+
+
+def test_what_every_step_costs_however_small_does_not_lead_to_single_messages() -> None:
+    pace = Pace(50_000, 0.5)
+    for _ in range(20):
+        pace.went(pace.count, SLOW)
+    assert pace.count == COUNT_MIN
+    few = Pace(7, 0.5)
+    few.went(7, SLOW)
+    assert few.count == 7
+
+
+def test_what_is_too_much_as_a_whole_is_halved_down_to_one() -> None:
+    pace = Pace(50_000, 0.5)
+    for _ in range(20):
+        pace.set_back()
+    assert pace.count == 1
 
 
 def test_after_a_slow_batch_it_halves_and_then_grows_with_care() -> None:

@@ -1,10 +1,12 @@
 """The server store: PostgreSQL 15 or newer through psycopg 3, alone or as a Citus cluster.
 
 READ COMMITTED throughout: no invariant rests on the isolation level. Statement, lock and idle time-outs bound
-every transaction on the server's side, so that a stuck client cannot hold a row for longer than the settings say.
+every transaction on the server's side, so that a stuck client cannot hold a row for longer than the settings say. Only
+between the statements of a pipeline no such time runs before PostgreSQL 17, which bounds transactions as a whole.
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from keyfold.core.store.loopreader import LoopReader
 
 VERSION_MIN = 150_000
+TRANSACTION_TIMEOUT_MIN = 170_000  # the first version that bounds whole transactions
 READERS_SHARE = 4  # of so many connections, one is kept for reads
 LOOP_READER_MIN = 8  # of so many connections or more, one is the event loop's
 
@@ -49,12 +52,15 @@ class PostgresEngine:
         except ImportError:
             raise StoreRefused("psycopg is not installed", hint="pip install 'keyfold[postgres]'") from None
         arrays.teach_driver()
+        # Its warnings, of a pipeline that ends by an error which is told anyway, have the values of rows in them.
+        logging.getLogger("psycopg").setLevel(logging.ERROR)
         milliseconds = {
             "statement_timeout": limits.transaction_seconds_max * 1000,
             "lock_timeout": limits.lock_seconds_max * 1000,
             "idle_in_transaction_session_timeout": limits.transaction_seconds_max * 1000,
         }
         options = " ".join(f"-c {name}={value}" for name, value in milliseconds.items())
+        self._bound = f"SET LOCAL transaction_timeout = {limits.transaction_seconds_max * 1000}"
         self._ahead = (0, float("-inf"))  # the server's clock minus ours, and when that was found out
         self._connect_args: dict[str, Any] = {
             "options": options,
@@ -90,6 +96,11 @@ class PostgresEngine:
             return await psycopg.AsyncConnection.connect(**{**named, **self._connect_args}, autocommit=True)
 
         return LoopReader(connect)
+
+    def bound_pipeline(self, connection: "psycopg.Connection[Any]") -> None:
+        """Bound what begins on a connection in pipeline mode: between its statements other timers stand still."""
+        if connection.info.server_version >= TRANSACTION_TIMEOUT_MIN:
+            connection.execute(self._bound)
 
     def unnest(self, connection: sa.Connection) -> bool:
         """Arrays render a batch best, except on Citus, where rows of VALUES route and unnest does not.

@@ -113,6 +113,9 @@ class SqliteEngine:
     def unnest(self, connection: sa.Connection) -> bool:
         return False
 
+    def bound_pipeline(self, connection: Any) -> None:
+        """Nothing: statements are never sent ahead."""
+
     def now_us(self, connection: sa.Connection) -> int:
         return time.time_ns() // 1_000
 

@@ -41,6 +41,7 @@ class Engine(Protocol):
     loop_reader: "LoopReader | None"  # where the event loop need not hand a small read to a thread
 
     def unnest(self, connection: sa.Connection) -> bool: ...
+    def bound_pipeline(self, connection: Any) -> None: ...
     def write(self) -> Any: ...
     def snapshot(self) -> Any: ...
     def commit(self, connection: sa.Connection) -> None: ...
@@ -115,12 +116,14 @@ class Transaction:
     ) -> tuple[list[tuple[Any, ...]], T]:
         """The rows of statements, on a server, which is at each while the next is made, and then while `work` is done.
 
-        Neither the making nor `work` may touch the store.
+        Neither the making nor `work` may touch the store. Where one fails, its error names the last that was sent.
         """
         connection: Any = self.connection.connection.dbapi_connection
         sql = ""
         try:
             with connection.pipeline():
+                if self._is_bounded:
+                    self.engine.bound_pipeline(connection)
                 cursors = []
                 for sql, parameters in statements:
                     cursors.append(self.engine.cursor(connection).execute(sql, parameters))

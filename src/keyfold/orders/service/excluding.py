@@ -47,6 +47,7 @@ class Excluded:
     def __init__(self, pages: Iterable[Sequence[str]] = ()) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="keyfold-excluded-", ignore_cleanup_errors=True)
         self._table: ir.Table | None = None
+        self._duckdb: Any = None
         self.count = 0
         try:
             for number, page in enumerate(pages):
@@ -57,6 +58,8 @@ class Excluded:
             raise
 
     def close(self) -> None:
+        if self._duckdb is not None and self._table is not None:
+            self._duckdb.con.unregister(self._table.get_name())  # it may be a connection of the user's
         self._folder.cleanup()
 
     def files(self) -> "Dataset":
@@ -76,6 +79,7 @@ class Excluded:
         import ibis
 
         if engine.name == "duckdb":
+            self._duckdb = engine
             return ibis.memtable(self.files())
         if self.count > UPLOADED_MAX:
             raise BadInput(
