@@ -402,6 +402,26 @@ def test_a_client_that_is_stuck_between_statements_that_are_sent_ahead_keeps_no_
     store.close()
 
 
+@pytest.mark.spec("CORE-17")
+def test_the_values_of_a_row_that_is_refused_are_in_no_log(postgres_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The driver warns of a pipeline that ends by an error, and the server's error has the whole row in it."""
+    store = Store.open(postgres_url)
+    migrate.upgrade(store)
+
+    def refused(tx: Transaction) -> None:
+        def statements() -> Iterator[tuple[str, Any]]:
+            yield "INSERT INTO tallies VALUES (%s, NULL, 1, 1)", ("of-somebody",)
+            raise RuntimeError("meanwhile")
+
+        tx.run_meanwhile(statements())
+
+    with caplog.at_level("WARNING"), pytest.raises((RuntimeError, DataRefused)):
+        store.transact(refused)
+    assert "of-somebody" not in caplog.text
+    assert values(store) == {}
+    store.close()
+
+
 def test_a_migration_takes_as_long_as_it_takes(empty_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The index of a large table is not made within the time of a transaction."""
     store = Store.open(empty_url, limits=Limits(transaction_seconds_max=1, lock_seconds_max=1))
