@@ -950,8 +950,9 @@ def test_the_kind_of_a_counter_is_free_until_something_of_it_is_stored(tmp_path:
     Path(other).write_text(text[:start] + text[start:].replace("VF_FLOAT", "VF_DOUBLE", 1))
     with opened(url, catalog=other) as profiles:
         profiles.count(event("1", 1, [OFFER, 5]))
-    with pytest.raises(CatalogWrong, match="use a new id"), opened(url):
+    with pytest.raises(CatalogWrong, match=r"the catalog has a mistake: .* was double here") as error, opened(url):
         pass
+    assert error.value.hint == "Use a new id for the new kind"
 
 
 @pytest.mark.spec("PRO-08")

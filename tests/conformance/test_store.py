@@ -284,6 +284,28 @@ def test_rows_are_loaded_by_keys_that_differ_in_any_of_their_columns(store: Stor
         row: place for place, row in enumerate(every) if row in expected
     }
 
+    def among(tx: Transaction) -> tuple[set[int], set[int]]:
+        is_one = batch.is_among(tx, trial, keys)
+        one, other = (set(tx.execute(sa.select(trial.c.place).where(each)).scalars()) for each in (is_one, ~is_one))
+        return one, other
+
+    there = {place for place, row in enumerate(every) if row in expected}
+    assert store.read(among) == (there, set(range(len(every))) - there)
+
+
+def test_a_batch_that_rows_are_looked_up_in_is_read_once(sqlite_store: Store) -> None:
+    """Read anew for each row, a step of a backfill took as long as the square of its cells."""
+
+    def plan(tx: Transaction) -> str:
+        rows = sa.select(TALLIES.c.key).where(~batch.is_among(tx, TALLIES, {"key": ["a", "b"]}))
+        compiled = rows.compile(dialect=tx.dialect)
+        given = [compiled.params[name] for name in compiled.positiontup or ()]
+        return str(tx.rows(f"EXPLAIN QUERY PLAN {compiled}", given))
+
+    told = sqlite_store.read(plan)
+    assert "LIST SUBQUERY" in told
+    assert "CORRELATED" not in told
+
 
 def test_numbers_grow_and_are_never_given_twice(store: Store) -> None:
     def take(_: int) -> list[int]:

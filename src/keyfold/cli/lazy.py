@@ -143,8 +143,14 @@ class _Plain:
             raise typer.BadParameter(f"{value!r} is not a whole number", ctx=ctx, param=param) from None
         least, most = getattr(param, "min", None), getattr(param, "max", None)
         if (least is not None and read < least) or (most is not None and read > most):
-            raise typer.BadParameter(f"{value} is not in the range {least} to {most}", ctx=ctx, param=param)
+            raise typer.BadParameter(f"{value} is not {_range(least, most)}", ctx=ctx, param=param)
         return read
+
+
+def _range(least: int | None, most: int | None) -> str:
+    if least is None or most is None:
+        return f"at most {most}" if least is None else f"at least {least}"
+    return f"in the range {least} to {most}"
 
 
 def read_plainly(command: "Command") -> None:

@@ -10,10 +10,10 @@ class CatalogWrong(BadInput):
 
     slug = "catalog-wrong"
 
-    def __init__(self, mistakes: Sequence[str], *, place: str | None = None) -> None:
+    def __init__(self, mistakes: Sequence[str], *, place: str | None = None, hint: str | None = None) -> None:
         self.mistakes = list(mistakes)
         count = f"{len(self.mistakes)} mistakes" if len(self.mistakes) > 1 else "a mistake"
-        super().__init__(f"the catalog has {count}: " + "; ".join(self.mistakes), place=place)
+        super().__init__(f"the catalog has {count}: " + "; ".join(self.mistakes), place=place, hint=hint)
 
 
 class PackWrong(BadInput):

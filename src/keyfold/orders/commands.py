@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import typer
@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from keyfold.core.answer import Answer
 from keyfold.core.context import Context
-from keyfold.core.errors import BadInput
+from keyfold.core.errors import BadInput, TooLarge
 from keyfold.core.times import iso, moment_us
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, help="Order statistics: query, check, fill history, add identities and dimensions."
 )
+
+T = TypeVar("T")
 
 UnitOption = Annotated[str, typer.Option("--unit", metavar="UNIT", help="Which unit.")]
 Identities = Annotated[
@@ -103,7 +105,8 @@ def query(
     from keyfold.orders.service.reading import Query, evidence_of, must_be_known, read_orders
 
     context, own = _unit(ctx, unit)
-    asked = Query(_identities(identities), _properties(filters), group_by or [])
+    whose = _identities(identities, context.limits.batch_items_max)
+    asked = Query(whose, _properties(filters), group_by or [])
     context.store.read(lambda tx: must_be_known(own.seen(tx).state, asked))
     read = context.store.read(lambda tx: read_orders(tx, own, asked))
     if evidence:
@@ -148,12 +151,11 @@ def check(
     Whether every identity has fewer (or at least) so many; exits with 1 where not.
     """
     from keyfold.core.errors import KeyfoldError
-    from keyfold.orders.service.checking import Check, check_orders, must_be_check
+    from keyfold.orders.service.checking import CHECKED_MAX, Check, check_orders, must_be_check
 
     context, own = _unit(ctx, unit)
-    asked = Check(
-        _identities(identities), _properties(filters), fewer_than, at_least, reserve, seconds, allow_incomplete
-    )
+    whose = _identities(identities, CHECKED_MAX)
+    asked = Check(whose, _properties(filters), fewer_than, at_least, reserve, seconds, allow_incomplete)
 
     def work(tx: Any) -> Any:
         must_be_check(own.stood(tx).state, own, asked)
@@ -416,22 +418,28 @@ def _pair(text: str, what: str) -> tuple[str, str]:
     return name, value
 
 
-def _identities(given: list[str]) -> "list[Identity]":
+def _identities(given: list[str], items_max: int) -> "list[Identity]":
     from keyfold.orders.model import Identity
 
-    return [
-        msgspec.convert(dict(zip(("type", "value"), _pair(each, "an identity"), strict=True)), Identity)
-        for each in given
-    ]
+    if len(given) > items_max:
+        raise TooLarge(f"{len(given)} identities, {items_max} are allowed", place="identities")
+    pairs = [_pair(each, "an identity") for each in given]
+    return _converted([{"type": name, "value": value} for name, value in pairs], list[Identity], "identities")
 
 
 def _properties(given: list[str] | None) -> "list[Property]":
     from keyfold.orders.model import Property
 
-    return [
-        msgspec.convert(dict(zip(("name", "value"), _pair(each, "a filter"), strict=True)), Property)
-        for each in given or ()
-    ]
+    pairs = [_pair(each, "a filter") for each in given or ()]
+    return _converted([{"name": name, "value": value} for name, value in pairs], list[Property], "filters")
+
+
+def _converted(given: list[dict[str, str]], kind: type[T], place: str) -> T:
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        detail, _, at = str(error).partition(" - at ")
+        raise BadInput(detail[:1].lower() + detail[1:], place=at.strip("`").replace("$", place, 1)) from None
 
 
 def _where(unit: "Unit", given: str | None) -> str:

@@ -12,7 +12,7 @@ from keyfold.core.gather import Ask, Operation, Outcome, Question
 from keyfold.core.route import Route
 from keyfold.core.store import Transaction
 from keyfold.orders.model import CompletedOrder, DimensionPending, Identity, Property, Text
-from keyfold.orders.service.checking import Check, Checked, check_orders, must_be_check, release
+from keyfold.orders.service.checking import CHECKED_MAX, Check, Checked, check_orders, must_be_check, release
 from keyfold.orders.service.correcting import CORRECTIONS_MAX, Corrected, correct_orders
 from keyfold.orders.service.counting import Verdict, count_orders, must_be_orders
 from keyfold.orders.service.keeping import KeptOrder, kept_orders
@@ -73,7 +73,7 @@ class Reserve(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CheckBody(Struct, frozen=True, forbid_unknown_fields=True):
-    identities: Annotated[list[Identity], Meta(min_length=1, max_length=100, description="every one must pass")]
+    identities: Annotated[list[Identity], Meta(min_length=1, max_length=CHECKED_MAX, description="every one must pass")]
     filters: Annotated[list[Property], Meta(max_length=50)] = []
     fewer_than: Annotated[Annotated[int, Meta(ge=1, le=2**31)] | None, Meta(description="orders that are allowed")] = (
         None

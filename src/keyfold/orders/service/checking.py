@@ -20,6 +20,8 @@ from keyfold.orders.model import Identity, Property, UnitState, could_both_match
 from keyfold.orders.service.reading import CellKey, Query, cells_of, columns_of, is_complete, must_be_known
 from keyfold.orders.service.unit import Unit
 
+CHECKED_MAX = 100  # identities of one check
+
 
 class Check(Struct, frozen=True):
     """What is asked: exactly one of `fewer_than` and `at_least`."""

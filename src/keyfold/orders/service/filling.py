@@ -52,8 +52,7 @@ def vanished(
     gone = sa.select(value).distinct().where(cells.c.identity_type == kind.type_id, cells.c.history_count != 0)
     gone = gone.where(*_within(value, after, upto))
     if there:
-        given = batch.relation(tx, cells, {"identity_value": list(there)}, "given")
-        gone = gone.where(~sa.exists().where(given.c.identity_value == value))
+        gone = gone.where(~batch.is_among(tx, cells, {"identity_value": list(there)}))
     return list(tx.execute(gone.order_by(value).limit(limit)).scalars())
 
 
@@ -67,8 +66,7 @@ def set_identities(
     """Set the history part of every cell of the given identities."""
     _put(tx, unit, kind, filled)
     if identities:
-        wanted = batch.relation(tx, unit.tables.cells, {"identity_value": list(identities)}, "wanted")
-        chosen = sa.exists().where(wanted.c.identity_value == unit.tables.cells.c.identity_value)
+        chosen = batch.is_among(tx, unit.tables.cells, {"identity_value": list(identities)}, "wanted")
         _zero(tx, unit, kind, filled, [chosen])
 
 
@@ -109,9 +107,7 @@ def _zero(
     cells = unit.tables.cells
     where = [cells.c.identity_type == kind.type_id, cells.c.history_count != 0, *bounds]
     if filled:
-        given = batch.relation(tx, cells, _keys(kind, filled), "given")
-        same = sa.and_(given.c.identity_value == cells.c.identity_value, given.c.slice_id == cells.c.slice_id)
-        where.append(~sa.exists().where(same))
+        where.append(~batch.is_among(tx, cells, _keys(kind, filled), "given"))
     empty = {"history_count": 0, "history_from_us": NEVER_FROM_US, "history_to_us": NEVER_TO_US}
     tx.execute(sa.update(cells).where(*where).values(**empty))
 

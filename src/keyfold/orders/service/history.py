@@ -82,7 +82,10 @@ class History:
 
     def must_be_sound(self) -> None:
         """Refuse a table that cannot be counted exactly, with everything that is wrong with it."""
-        wrong = [*self._not_times(), *self._not_there(), *self._twice(), *self._unmapped(), *self._not_to_keep()]
+        # Where text is no time nothing was made of it, which is not to be told as a time that is not there.
+        no_times = [*self._not_times()]
+        needed = (ORDER_ID,) if no_times else (ORDER_ID, CREATED_AT)
+        wrong = [*no_times, *self._not_there(needed), *self._twice(), *self._unmapped(), *self._not_to_keep()]
         if wrong:
             raise BadInput("; ".join(wrong), place="history")
 
@@ -217,8 +220,8 @@ class History:
             shown = wrong.limit(1).to_pyarrow()["text"][0].as_py()
             yield f"{count} values of {self._time_column} are no times: {shown[:50]!r}; write 2026-11-15T20:30:00Z"
 
-    def _not_there(self) -> Iterator[str]:
-        for name in (ORDER_ID, CREATED_AT):
+    def _not_there(self, needed: Sequence[str]) -> Iterator[str]:
+        for name in needed:
             if count := int(self._table[name].isnull().sum().fill_null(0).execute()):
                 yield f"{count} orders have no {name}"
 
@@ -300,7 +303,7 @@ def _parquet(paths: Sequence[Path], megabytes_max: int) -> "ir.Table":
     try:
         return connection.read_parquet([str(path) for path in paths])
     except Exception as error:
-        raise BadInput(f"the history cannot be read: {error}", place="history") from None
+        raise BadInput(f"the history cannot be read: {engines.first_line(error)}", place="history") from None
 
 
 def _named(unit: Unit, table: "ir.Table", names: Names) -> "ir.Table":

@@ -126,7 +126,7 @@ def must_keep_kinds(tx: Transaction, counters: Sequence[Counter]) -> int:
         if (c.id,) in known and known[c.id,][1] != c.kind.name
     ]
     if wrong:
-        raise CatalogWrong([*wrong, "use a new id for the new kind"], place="profiles.catalog")
+        raise CatalogWrong(wrong, place="profiles.catalog", hint="Use a new id for the new kind")
     return len(known)
 
 
