@@ -1,7 +1,6 @@
 """What a topic must do, whether it lives in the store or in Kafka: outbox → relay → topic → consumer."""
 
 import contextlib
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from keyfold.core import deadletters, outbox, pace
+from keyfold.core import consumer, deadletters, outbox, pace
 from keyfold.core.clock import SECOND_US, ManualClock
 from keyfold.core.consumer import Consumer, ConsumerWorker
 from keyfold.core.context import Context
@@ -260,48 +259,61 @@ def test_batches_grow_while_they_are_quick_and_shrink_when_one_is_too_much_as_a_
         assert context.store.read(deadletters.listed) == []
 
 
-@pytest.mark.spec("CORE-03")
-def test_a_batch_that_takes_long_is_followed_by_smaller_ones_and_a_wait_for_the_store_is_not_its_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Ticks:
+    """A clock that stands still unless somebody takes time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def take_long(self) -> None:
+        self.now += 60.0
+
+
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
     monkeypatch.setattr(pace, "COUNT_START", 8)
     monkeypatch.setattr(pace, "COUNT_MIN", 2)
+    ticks = Ticks()
+    monkeypatch.setattr(consumer, "time", ticks)
+    return ticks
+
+
+@pytest.mark.spec("CORE-03")
+def test_a_batch_that_takes_long_is_followed_by_smaller_ones(trial: Trial, ticks: Ticks) -> None:
     sizes: list[int] = []
 
     def slow(tx: Transaction, records: Sequence[Record]) -> None:
         sizes.append(len(records))
-        time.sleep(0.1)
+        ticks.take_long()
         count_into_tallies(tx, records)
 
-    with opened(
-        f"sqlite:///{tmp_path / 'keyfold.db'}",
-        [TopicSpec("t", "a trial", 1)],
-        limits__consumer_batch_max=8,
-        limits__consumer_batch_milliseconds=50,
-    ) as context:
-        trial = Trial(context, "t")
-        trial.publish(*(message("a", version) for version in range(1, 19)))
-        consume_all(consumer_worker(context, "t", slow))
-        assert sizes == [8, 4, 2, 2, 2]
+    trial.publish(*(message("a", version) for version in range(1, 19)))
+    consume_all(consumer_worker(trial.context, trial.topic, slow))
+    assert sizes == [8, 4, 2, 2, 2]
 
+
+@pytest.mark.spec("CORE-03")
+def test_that_a_batch_had_to_wait_for_the_store_makes_no_later_one_smaller(
+    trial: Trial, ticks: Ticks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
     transact = Store.transact
 
     def waited(self: Store, *given: Any, **options: Any) -> Any:
-        time.sleep(0.3)
+        ticks.take_long()
         return transact(self, *given, **options)
 
-    sizes.clear()
-    with opened(
-        f"sqlite:///{tmp_path / 'other.db'}",
-        [TopicSpec("t", "a trial", 1)],
-        limits__consumer_batch_max=8,
-        limits__consumer_batch_milliseconds=250,
-    ) as context:
-        trial = Trial(context, "t")
-        trial.publish(*(message("a", version) for version in range(1, 25)))
-        monkeypatch.setattr(Store, "transact", waited)
-        consume_all(consumer_worker(context, "t", slow))
-        assert sizes[:2] == [8, 8]
+    def quick(tx: Transaction, records: Sequence[Record]) -> None:
+        sizes.append(len(records))
+        count_into_tallies(tx, records)
+
+    trial.publish(*(message("a", version) for version in range(1, 25)))
+    monkeypatch.setattr(Store, "transact", waited)
+    consume_all(consumer_worker(trial.context, trial.topic, quick))
+    assert sizes == [8, 16]
 
 
 @pytest.mark.spec("CORE-09")
