@@ -1,7 +1,7 @@
 """Reading profiles: the ids of one person merged, held back data left out, restricted counters left out and named."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,7 +101,7 @@ def read_profiles(
     # Whoever is read with others is looked up among the held back whether or not anything is there.
     held = _confirmed(tx, product, [ids for ids, _ in entries if len(ids) > 1])
     rows = [_public(found, ids) for ids, _ in entries]
-    _must_not_be_too_much(product, rows)
+    _must_not_be_too_much(product, [row[0] for own in rows for row in own])
     read: list[Read] = []
     for (ids, view), own, passed_on in zip(entries, rows, _passed_on(product, entries, rows, now), strict=True):
         if passed_on is None:
@@ -132,22 +132,16 @@ def read_numbers(
     now = tx.now_us // 1_000_000
     keys = [ids[0] for ids in people]
     found = load(tx, PROFILES, keys_of(dict.fromkeys(keys)), ("body", "public_version"))
-    rows = [_public_body(found.get(key)) for key in keys]
-    _must_not_be_too_much(product, [rows])
-    numbers, others = bulk.numbers(
-        product.catalog, [body for (body,) in rows], view.counters, now, kernel=product.settings.kernel
-    )
+    bodies = [row[0] if (row := found.get(key)) is not None and row[1] else b"" for key in keys]
+    _must_not_be_too_much(product, bodies)
+    numbers, others = bulk.numbers(product.catalog, bodies, view.counters, now, kernel=product.settings.kernel)
     if not others:
         return numbers, {}
     looked_at, problems = _numbers_of(
-        [_looked_at(product, [keys[at]], view, [(*rows[at], b"", 0)], {}, now) for at in others]
+        [_looked_at(product, [keys[at]], view, [(bodies[at], b"", 0)], {}, now) for at in others]
     )
     looked_at.profile = np.array(others, np.int64)[looked_at.profile]
     return bulk.joined([numbers, looked_at]), {others[at]: problem for at, problem in problems.items()}
-
-
-def _public_body(row: tuple[Any, ...] | None) -> tuple[bytes]:
-    return (row[0] if row is not None and row[1] else b"",)
 
 
 def _numbers_of(read: Sequence[Read]) -> tuple[Numbers, dict[int, str]]:
@@ -163,9 +157,9 @@ def _public(found: Found, ids: Sequence[ProfileKey]) -> list[tuple[Any, ...]]:
     return [row for key in ids if (row := found.get(key)) is not None and row[2]]
 
 
-def _must_not_be_too_much(product: Product, rows: Sequence[Sequence[tuple[Any, ...]]]) -> None:
+def _must_not_be_too_much(product: Product, bodies: Iterable[bytes]) -> None:
     """A few bytes may ask for many: what is answered is bounded as what is asked."""
-    size, size_max = sum([len(row[0]) for own in rows for row in own]), product.settings.read_bytes_max
+    size, size_max = sum(map(len, bodies)), product.settings.read_bytes_max
     if size > size_max:
         raise TooLarge(
             f"the profiles of one request have {size} bytes together, {size_max} are allowed",
