@@ -57,8 +57,7 @@ def main() -> int:
         for name in options.names or known:
             failed |= not _run(name, known[name], options.rounds, options.quick, machine)
     if options.write or options.only_write:
-        introduction = README.read_text().partition(HEADING)[0]
-        README.write_text(introduction + "\n".join(readme(kept())) + "\n")
+        README.write_text(refreshed(README.read_text(), kept()))
         print(f"wrote {README}")
     return 1 if failed else 0
 
@@ -177,33 +176,45 @@ def machine_line(machine: Machine) -> str:
     return (
         f"{machine.cores} cores ({machine.processor}), {machine.memory_gigabytes} GB, Linux {machine.kernel}; "
         f"a sync of the disk takes {machine.sync_microseconds_median:.0f} µs (99 %: "
-        f"{machine.sync_microseconds_high:.0f} µs); load before: {machine.load_before:.1f}"
+        f"{machine.sync_microseconds_high:.0f} µs), a message to another process and back "
+        f"{machine.round_trip_microseconds:.0f} µs; load before: {machine.load_before:.1f}"
     )
 
 
-def readme(reports: list[Report]) -> Iterator[str]:
-    yield HEADING
+RESULTS_INTRODUCTION = f"""{HEADING}
+
+Written by `python -m bench --write`, which leaves what was not run here as it is; goals are those of the project's
+performance table. A ratio inside one run counts; an absolute number is only as good as the machine, which was shared
+while this ran. Nothing in the tests asserts a time. `rounds` gives the lowest and the highest ratio of a single round.
+"""
+SECTION = "\n## "
+
+
+def refreshed(text: str, reports: list[Report]) -> str:
+    """The page with the results of these reports; those of other benchmarks stay, of whichever machine they are."""
+    introduction, _, results = text.partition(HEADING)
+    sections = {each.partition("\n")[0]: each.strip() for each in results.split(SECTION)[1:]}
+    sections |= {report.name: "\n".join(section(report)) for report in reports}
+    found = [sections[name] for name in benchmarks() if name in sections]
+    return introduction + RESULTS_INTRODUCTION + "".join(f"{SECTION}{each}\n" for each in found)
+
+
+def section(report: Report) -> Iterator[str]:
+    yield report.name
     yield ""
-    yield "Written by `python -m bench --write`; goals are those of the project's performance table. A ratio inside one"
-    yield "run counts; an absolute number is only as good as the machine, which was shared while this ran. Nothing in"
-    yield "the tests asserts a time. `rounds` gives the lowest and the highest ratio of a single round."
-    for report in reports:
+    yield report.summary
+    yield ""
+    yield f"{report.finished_at}, {report.rounds} rounds, commit {report.machine.commit or 'unknown'}."
+    yield f"{machine_line(report.machine)}."
+    yield "Versions: " + ", ".join(f"{name} {version}" for name, version in report.machine.versions.items()) + "."
+    for outcome in report.outcomes:
         yield ""
-        yield f"## {report.name}"
+        yield f"**{outcome.title}**"
         yield ""
-        yield report.summary
-        yield ""
-        yield f"{report.finished_at}, {report.rounds} rounds, commit {report.machine.commit or 'unknown'}. "
-        yield f"{machine_line(report.machine)}."
-        yield "Versions: " + ", ".join(f"{name} {version}" for name, version in report.machine.versions.items()) + "."
-        for outcome in report.outcomes:
+        yield from _markdown([["side", outcome.unit, "spread"], *(_side_row(side) for side in outcome.sides)])
+        if outcome.verdicts:
             yield ""
-            yield f"**{outcome.title}**"
-            yield ""
-            yield from _markdown([["side", outcome.unit, "spread"], *(_side_row(side) for side in outcome.sides)])
-            if outcome.verdicts:
-                yield ""
-                yield from _markdown([VERDICT_HEADING, *(_verdict_row(verdict) for verdict in outcome.verdicts)])
+            yield from _markdown([VERDICT_HEADING, *(_verdict_row(verdict) for verdict in outcome.verdicts)])
 
 
 def _markdown(rows: list[list[str]]) -> Iterator[str]:

@@ -43,7 +43,7 @@ SCATTER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it maps numbers of 6
 
 
 def races(quick: bool) -> Iterator[Race]:
-    return growth.races(quick, TITLES, grown_at, transactions=2 if quick else 10)
+    return growth.races(quick, TITLES, grown_at, transactions={TRANSACTION_EVENTS: 2 if quick else 10})
 
 
 @contextmanager
@@ -64,8 +64,8 @@ class Grown(growth.Grown[list[Read]]):
         super().__init__(context, count)
         self._product = product
 
-    def write(self, transactions: int) -> float:
-        events = self._events(transactions * TRANSACTION_EVENTS)
+    def write(self, transactions: int, size: int) -> float:
+        events = self._events(transactions * size)
         return undisturbed_rate(len(events), lambda: count_marked(self._context, self._product, events))
 
     def _question(self) -> Callable[[Transaction], list[Read]]:

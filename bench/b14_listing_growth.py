@@ -29,7 +29,7 @@ TRANSACTION_EDITS = 500
 
 
 def races(quick: bool) -> Iterator[Race]:
-    return growth.races(quick, TITLES, grown_at, transactions=1 if quick else 10)
+    return growth.races(quick, TITLES, grown_at, transactions={TRANSACTION_EDITS: 1 if quick else 10})
 
 
 @contextmanager
@@ -48,9 +48,9 @@ class Grown(growth.Grown[Mapping[str, Told]]):
         self._content = content_of()
         self._versions: dict[int, int] = {}  # of offers that were edited
 
-    def write(self, transactions: int) -> float:
-        batches = [[self._edit(number) for number in self._some(TRANSACTION_EDITS)] for _ in range(transactions)]
-        return undisturbed_rate(transactions * TRANSACTION_EDITS, lambda: [self._apply(batch) for batch in batches])
+    def write(self, transactions: int, size: int) -> float:
+        batches = [[self._edit(number) for number in self._some(size)] for _ in range(transactions)]
+        return undisturbed_rate(transactions * size, lambda: [self._apply(batch) for batch in batches])
 
     def _question(self) -> Callable[[Transaction], Mapping[str, Told]]:
         ids = [offer_id_at(number) for number in self._some(ASKED)]

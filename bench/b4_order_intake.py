@@ -180,9 +180,9 @@ def _chosen(chance: np.random.Generator, values: Sequence[str], count: int) -> l
     return [values[at] for at in chance.choice(len(values), count, p=weights / weights.sum())]
 
 
-def batches(orders: Sequence[CompletedOrder]) -> Iterator[Sequence[CompletedOrder]]:
-    for start in range(0, len(orders), TRANSACTION_ORDERS):
-        yield orders[start : start + TRANSACTION_ORDERS]
+def batches(orders: Sequence[CompletedOrder], size: int = TRANSACTION_ORDERS) -> Iterator[Sequence[CompletedOrder]]:
+    for start in range(0, len(orders), size):
+        yield orders[start : start + size]
 
 
 def take_in(context: Context, unit: Unit, orders: Sequence[CompletedOrder]) -> list[Verdict]:
@@ -195,8 +195,8 @@ def take_in(context: Context, unit: Unit, orders: Sequence[CompletedOrder]) -> l
     return context.store.transact(work)
 
 
-def take_in_all(context: Context, unit: Unit, orders: Sequence[CompletedOrder]) -> None:
-    for some in batches(orders):
+def take_in_all(context: Context, unit: Unit, orders: Sequence[CompletedOrder], size: int = TRANSACTION_ORDERS) -> None:
+    for some in batches(orders, size):
         assert all(verdict.status == "accepted" for verdict in take_in(context, unit, some))
 
 

@@ -5,8 +5,9 @@ import os
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -35,8 +36,8 @@ class Grown(ABC, Generic[Answer]):
         self._chance = random.Random(14)
 
     @abstractmethod
-    def write(self, transactions: int) -> float:
-        """How many a second."""
+    def write(self, transactions: int, size: int) -> float:
+        """How many a second, in transactions of this size."""
 
     @abstractmethod
     def _question(self) -> Callable[[Transaction], Answer]:
@@ -72,27 +73,36 @@ def races(
     titles: Titles,
     grown_at: Callable[[str, int], AbstractContextManager[Grown[Answer]]],
     *,
-    transactions: int,
+    transactions: Mapping[int, int],
 ) -> Iterator[Race]:
-    """Writes and reads on each kind of store; `grown_at` opens the product at a URL and fills its store."""
+    """Reads and writes on each kind of store; `grown_at` opens the product at a URL and fills its store.
+
+    `transactions`: of each size of a transaction, how many are a round.
+    """
     memory.settle()  # as every server and worker does when it starts
     counts = QUICK if quick else FULL if os.environ.get(OPTION) == "full" else USUAL
     requests = READS_QUICK if quick else READS
     goals = _goals(counts, titles)
     for kind, opened in stores.KINDS.items():  # one after the other: there may be no room for both
         with opened() as new_url, ExitStack() as stack:
-            writes, reads = [], []
+            all_grown = []
             for count in counts:
                 started = time.perf_counter()
-                grown = stack.enter_context(grown_at(new_url(), count))
+                url = new_url()
+                grown = stack.enter_context(grown_at(url, count))
+                stores.warm(url)
                 print(f"  {_size(count, titles)} filled in {time.perf_counter() - started:.0f} s", flush=True)
-                grown.write(1)
+                grown.write(1, max(transactions))
                 grown.read(20)
-                name = _size(count, titles)
-                writes.append(Side(name, lambda grown=grown: grown.write(transactions)))  # type: ignore[misc]
-                reads.append(Side(name, lambda grown=grown: grown.read(requests)))  # type: ignore[misc]
-            yield Race(title=f"{titles.write}, {kind}", unit=titles.unit, sides=writes, goals=goals)
+                all_grown.append(grown)
+            # Reads first, of stores at rest: what updates leave behind is cleared away by whoever reads it next, until
+            # a vacuum has passed, and after a checkpoint PostgreSQL logs each such page whole.
+            reads = [Side(_size(each.count, titles), partial(each.read, requests)) for each in all_grown]
             yield Race(title=f"p99 of {titles.read}, {kind}", unit="ms", sides=reads, goals=goals, better="less")
+            for size, times in transactions.items():
+                writes = [Side(_size(each.count, titles), partial(each.write, times, size)) for each in all_grown]
+                title = f"{titles.write}, {kind}, transactions of {size:,}"
+                yield Race(title=title, unit=titles.unit, sides=writes, goals=goals)
 
 
 def _goals(counts: Sequence[int], titles: Titles) -> list[Goal]:
