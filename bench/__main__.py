@@ -173,11 +173,12 @@ def kept() -> list[Report]:
 
 
 def machine_line(machine: Machine) -> str:
+    message = f", a message to another process and back {machine.round_trip_microseconds:.0f} µs"
     return (
         f"{machine.cores} cores ({machine.processor}), {machine.memory_gigabytes} GB, Linux {machine.kernel}; "
         f"a sync of the disk takes {machine.sync_microseconds_median:.0f} µs (99 %: "
-        f"{machine.sync_microseconds_high:.0f} µs), a message to another process and back "
-        f"{machine.round_trip_microseconds:.0f} µs; load before: {machine.load_before:.1f}"
+        f"{machine.sync_microseconds_high:.0f} µs){message if machine.round_trip_microseconds else ''}; "
+        f"load before: {machine.load_before:.1f}"
     )
 
 

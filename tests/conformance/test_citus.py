@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 from msgspec import structs
+from sqlalchemy.dialects import postgresql
 
 from keyfold.core import audit, deadletters, outbox, progress
 from keyfold.core.access import client_of, create, revoke, rotate, tokens
@@ -146,11 +147,12 @@ def test_a_table_spread_by_another_column_is_refused_with_advice(context: Contex
 
 
 @pytest.mark.spec("ECO-05")
-def test_tables_spread_by_columns_of_one_type_are_colocated(context: Context) -> None:
+def test_tables_spread_by_columns_of_one_type_and_collation_are_colocated(context: Context) -> None:
     by_type: dict[str, set[int]] = {}
     for placement in placements(context.store):
         if placement.by != EVERYWHERE:
-            kind = str(METADATA.tables[placement.table].c[placement.by].type)
+            column = METADATA.tables[placement.table].c[placement.by]
+            kind = str(column.type.compile(dialect=postgresql.dialect()))  # type: ignore[no-untyped-call]
             by_type.setdefault(kind, set()).add(placement.colocation)
     assert {kind: len(groups) for kind, groups in by_type.items()} == dict.fromkeys(by_type, 1)
 

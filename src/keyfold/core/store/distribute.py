@@ -1,8 +1,8 @@
 """Spreading a PostgreSQL store over a Citus cluster: each table by its distribution column, small ones everywhere.
 
 A table is spread in a transaction of its own, so a run that was cut short is simply run again. Tables whose
-distribution columns have the same type are colocated: equal values lie on the same node, and a transaction about one
-key stays on one node.
+distribution columns have the same type and collation are colocated: equal values lie on the same node, and a
+transaction about one key stays on one node.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -108,7 +108,7 @@ def _must_agree(table: sa.Table, placement: Placement) -> None:
 
 
 def _anchor(table: sa.Table, tables: Sequence[sa.Table], placed: Mapping[str, Placement]) -> str:
-    """A spread table whose distribution column has the same type, or `none` where this is the first."""
+    """A spread table whose distribution column has the same type and collation, or `none` where this is the first."""
     kind = _column_type(table)
     for other in tables:
         if kind is not None and kind == _column_type(other) and placed[other.name].by:
