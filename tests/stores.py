@@ -1,21 +1,29 @@
-"""Fixtures of the stores: the same test runs on SQLite and on the PostgreSQL versions that we support."""
+"""Fixtures of the stores: the same test runs on SQLite and on the PostgreSQL versions that we support.
 
+Where KEYFOLD_CITUS_URL names a database with the Citus extension, to which nodes were added, also on that cluster.
+"""
+
+import os
 import shutil
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from keyfold.core.part import named_tables
 from keyfold.core.settings import load
 from keyfold.core.store import Store, migrate
+from keyfold.core.store.distribute import distribute, in_order
 from keyfold.parts import PARTS, settings_of_parts
 from tests.faults.effort import LONG, rotation
 from tests.servers.fixtures import fresh_database
 from tests.servers.postgres import PostgresServer
 
 STORES = ("sqlite", "postgresql-18", "postgresql-15")
+CITUS_URL = os.environ.get("KEYFOLD_CITUS_URL", "")
+CLUSTERS = [pytest.param("citus", marks=pytest.mark.xdist_group("citus"))] if CITUS_URL else []
 
 
 OLDEST = "postgresql-15"
@@ -36,7 +44,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def made_ready(store: Store) -> None:
     """The schema of the product as it is by default, with the tables that its settings name."""
-    migrate.upgrade(store, named_tables(PARTS, load(parts=settings_of_parts(), environ={})))
+    migrate.upgrade(store, _named())
+
+
+def _named() -> list[sa.Table]:
+    return list(named_tables(PARTS, load(parts=settings_of_parts(), environ={})))
 
 
 @pytest.fixture(params=STORES)
@@ -49,9 +61,14 @@ def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     )
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=[*STORES, *CLUSTERS])
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The URL of a store of each kind with our schema, a copy of one that was made once."""
+    if request.param == "citus":
+        request.getfixturevalue("citus_cluster")
+        _emptied(CITUS_URL)
+        yield CITUS_URL
+        return
     if request.param == "sqlite":
         file = tmp_path / "keyfold.db"
         shutil.copyfile(request.getfixturevalue("sqlite_template"), file)
@@ -70,6 +87,27 @@ def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("template") / "keyfold.db"
     _migrated(f"sqlite:///{file}")
     return file
+
+
+@pytest.fixture(scope="session")
+def citus_cluster() -> None:
+    """The cluster with our schema, spread."""
+    opened = Store.open(CITUS_URL)
+    made_ready(opened)
+    distribute(opened, named=_named())
+    opened.close()
+
+
+def _emptied(url: str) -> None:
+    """Take everything from the cluster that a test may have left, also the tables of its own units."""
+    ours = {table.name for table in in_order(_named())}
+    engine = sa.create_engine(sa.make_url(url).set(drivername="postgresql+psycopg"), isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        there = set(connection.dialect.get_table_names(connection)) - {"alembic_version"}
+        for name in sorted(there - ours):
+            connection.exec_driver_sql(f"DROP TABLE {name}")
+        connection.exec_driver_sql(f"TRUNCATE {', '.join(sorted(ours))}")
+    engine.dispose()
 
 
 _templates: dict[int, str] = {}  # by the port of a server: the database that has our schema
