@@ -68,6 +68,8 @@ def _catalog(*more: Counter) -> Catalog:
 
 CATALOG = _catalog()
 WIDE = _catalog(_counter(BIG_ID, Kind.FLOAT))
+# Without a VF_FIXED64, so that the compiled checks judge the rows themselves.
+INEXACT = Catalog([counter for counter in CATALOG.counters.values() if counter.kind is not Kind.FIXED64])
 WRITABLE = [counter for counter in WIDE.counters.values() if not counter.no_operation]
 
 KEYS = st.sampled_from([0, 1, 2, 127, 128, 300, 2**56, 2**63, 2**64 - 1])
@@ -331,10 +333,43 @@ def test_owned_rows_come_back_apart_and_are_never_folded(kernel: KernelName) -> 
     assert list(_decoded(CATALOG, folded.bodies[0])[SPENT]) == [3]
 
 
+@pytest.mark.spec("CNT-15")
+@kernels
+@pytest.mark.parametrize("column", ["counter", "key", "value", "time", "count", "owner"])
+@pytest.mark.parametrize("catalog", [CATALOG, INEXACT], ids=["exact", "inexact"])
+def test_columns_of_different_lengths_are_refused_before_anything_is_read(
+    kernel: KernelName, column: str, catalog: Catalog
+) -> None:
+    updates = _updates([(0, SPENT, key, 1.0, 0) for key in range(5)], NOW, owner=[0] * 5)
+    if column != "owner":
+        updates.owner = None  # an owner sends the rows another way
+    for length in (4, 1):
+        setattr(updates, column, getattr(updates, column)[:length].copy())
+        with pytest.raises(ValueError, match="one length"):
+            fold(catalog, [b""], updates, now=NOW, kernel=kernel)
+
+
+@pytest.mark.spec("CNT-15")
+@kernels
+@pytest.mark.parametrize("profile", [-1, 1, 2**62])
+def test_a_row_of_a_profile_that_was_not_given_is_refused(kernel: KernelName, profile: int) -> None:
+    with pytest.raises(ValueError, match="outside the 1 bodies"):
+        fold(INEXACT, [b""], _updates([(profile, SPENT, 1, 1.0, 0)], NOW), now=NOW, kernel=kernel)
+
+
+@pytest.mark.spec("CNT-15")
+@kernels
+@pytest.mark.parametrize("cores", [0, -1])
+def test_a_fold_on_no_core_at_all_is_refused(kernel: KernelName, cores: int) -> None:
+    with pytest.raises(ValueError, match="cores"):
+        fold(INEXACT, [b""], _updates([(0, SPENT, 1, 1.0, 0)], NOW), now=NOW, kernel=kernel, cores=cores)
+
+
 @pytest.mark.spec("CNT-15", "CNT-03")
 @kernels
-def test_a_wrong_row_is_refused_by_name_and_the_others_are_folded(kernel: KernelName) -> None:
-    wrong: list[tuple[tuple[int, int, int, float, int], type[KeyfoldError]]] = [
+@pytest.mark.parametrize("catalog", [CATALOG, INEXACT], ids=["exact", "inexact"])
+def test_a_wrong_row_is_refused_by_name_and_the_others_are_folded(kernel: KernelName, catalog: Catalog) -> None:
+    every: list[tuple[tuple[int, int, int, float, int], type[KeyfoldError]]] = [
         ((0, 999, 1, 1.0, 0), CounterUnknown),
         ((0, 30, 1, 1.0, 0), CounterReadOnly),
         ((0, SPENT, 1, math.nan, 0), ValueWrong),
@@ -348,19 +383,21 @@ def test_a_wrong_row_is_refused_by_name_and_the_others_are_folded(kernel: Kernel
         ((0, SPENT, 1, 1.0, -DAY - 1), TimeWrong),
         ((0, SPENT, 1, 1.0, NOW - 2**32), TimeWrong),
     ]
-    rows = [row for row, _ in wrong] + [(0, SPENT, 9, 1.0, 0)]
-    updates = Updates(
-        profile=np.array([row[0] for row in rows]),
-        counter=np.array([row[1] for row in rows], np.uint64),
-        key=np.array([row[2] for row in rows], np.uint64),
-        value=np.array([row[3] for row in rows]),
-        time=np.array([NOW - row[4] for row in rows]),
-    )
-    folded = fold(CATALOG, [b""], updates, now=NOW, kernel=kernel)
-    assert {row: type(error) for row, error in folded.refused.items()} == {
-        row: error for row, (_, error) in enumerate(wrong)
-    }
-    assert list(_decoded(CATALOG, folded.bodies[0])) == [SPENT, 12]
+    wrong = [(row, error) for row, error in every if catalog is CATALOG or row[1] != OPENED]
+    for some in (wrong, *([each] for each in wrong)):  # alone, none hides that another is let through
+        rows = [row for row, _ in some] + [(0, SPENT, 9, 1.0, 0)]
+        updates = Updates(
+            profile=np.array([row[0] for row in rows]),
+            counter=np.array([row[1] for row in rows], np.uint64),
+            key=np.array([row[2] for row in rows], np.uint64),
+            value=np.array([row[3] for row in rows]),
+            time=np.array([NOW - row[4] for row in rows]),
+        )
+        folded = fold(catalog, [b""], updates, now=NOW, kernel=kernel)
+        assert {row: type(error) for row, error in folded.refused.items()} == {
+            row: error for row, (_, error) in enumerate(some)
+        }
+        assert list(_decoded(catalog, folded.bodies[0])) == [SPENT, 12]
 
 
 @pytest.mark.spec("CNT-15", "CNT-03")

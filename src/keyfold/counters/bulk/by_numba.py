@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from keyfold.counters.bulk.checks import Checked, check
+from keyfold.counters.bulk.checks import Checked, check, check_lengths
 from keyfold.counters.bulk.columns import (
     FOREIGN,
     NEVER,
@@ -157,9 +157,9 @@ class Batch(Struct, kw_only=True):
 
 def checked(tables: Tables, updates: Updates, profiles: int, now: int, future_seconds_max: int, cores: int) -> Checked:
     """One look at each row; where one is refused or has an owner, or an exact number has to be made, arrays do it."""
+    check_lengths(updates)
     length = len(updates.profile)
-    columns = (updates.counter, updates.value, updates.time)
-    if updates.owner is not None or FIXED64 in tables.kinds or any(len(column) != length for column in columns):
+    if updates.owner is not None or FIXED64 in tables.kinds:
         return check(tables, updates, profiles, now, future_seconds_max, cores)
     profile, counter = np.ascontiguousarray(updates.profile), np.ascontiguousarray(updates.counter)
     value, time = np.ascontiguousarray(updates.value), np.ascontiguousarray(updates.time)
