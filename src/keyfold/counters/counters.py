@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from keyfold.counters.catalog import UINT64_MAX, Catalog, Counter, Group, Kind
-from keyfold.counters.errors import CounterOverflow, KeyTwice, KindUnknown, KindWrong, ValueNotFinite
+from keyfold.counters.errors import CounterOverflow, KindUnknown, ValueNotFinite
 from keyfold.counters.messages_pb2 import CounterPack, Profile, ValueType
 from keyfold.counters.model import (
     FUTURE_SECONDS_MAX,
@@ -23,7 +23,7 @@ from keyfold.counters.model import (
     storable,
     survivors,
 )
-from keyfold.counters.packs import Row, fill, must_be_whole, parsed, rows
+from keyfold.counters.packs import Row, fill, parsed, whole_rows
 
 
 class Value(NamedTuple):
@@ -115,7 +115,7 @@ class Counters:
 
     def _known_rows(self) -> dict[int, Row]:
         if self._rows is None:
-            found = list(rows(self._profile, self.catalog.counters))
+            found = list(whole_rows(self._profile, self.catalog))
             self._rows = {row.counter_id: row for row in found if row.kind}
             self._later = {row.counter_id for row in found if not row.kind}
         return self._rows
@@ -143,7 +143,7 @@ class MutableCounters(Counters):
         self, catalog: Catalog, body: bytes = b"", now: int = 0, *, future_seconds_max: int = FUTURE_SECONDS_MAX
     ) -> None:
         super().__init__(catalog, body, now)
-        must_be_whole(self._profile, catalog)
+        self._known_rows()  # a profile that breaks an invariant is refused before anything is added to it
         self._future_seconds_max = future_seconds_max
         self._changed = False
         self._live: set[int] = set()  # groups without an expired key: their keys are looked at once, not at each update
@@ -346,11 +346,7 @@ def _value(counter: Counter, group: Group, table: Table, key: int, at: int | Non
 
 
 def _column(counter: Counter, row: Row) -> dict[int, Number]:
-    if row.kind is not counter.kind:
-        raise KindWrong(f"counter {counter.id} is stored in another kind than {counter.kind.name.lower()}")
     column = dict(zip(row.keys, row.values, strict=True))
-    if len(column) != len(row.keys):
-        raise KeyTwice(f"a key stands twice in the pack of counter {counter.id}")
     if counter.kind in (Kind.FLOAT, Kind.DOUBLE) and not all(map(math.isfinite, column.values())):
         raise ValueNotFinite(f"counter {counter.id} holds a value that is not finite")
     return column

@@ -75,6 +75,10 @@ def spoiled(how: str) -> bytes:
 def test_each_broken_invariant_has_its_own_error(how: str, error: type[PackWrong]) -> None:
     with pytest.raises(error):
         MutableCounters(CATALOG, spoiled(how), NOW).cleanup()
+    with pytest.raises(error):
+        list(Counters(CATALOG, spoiled(how), NOW).groups())
+    with pytest.raises(error):
+        MutableCounters(CATALOG, b"", NOW).absorb(Counters(CATALOG, spoiled(how), NOW))
 
 
 @pytest.mark.spec("CNT-09")
