@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyfold.counters import Counters, MutableCounters, arrays, read
+from keyfold.counters import Catalog, Counters, Kind, MutableCounters, arrays, read
+from keyfold.counters.bulk import reading as bulk
 from keyfold.counters.errors import (
     BodyUnreadable,
     CounterTwice,
@@ -23,9 +24,11 @@ from keyfold.counters.errors import (
     ValueNotFinite,
 )
 from keyfold.counters.messages_pb2 import CounterPack, Profile, ValueType
+from keyfold.counters.model import NEVER
 from keyfold.counters.packs import as_legacy
-from tests.unit.counters.test_counters import CATALOG, HISTORIES, NOW, folded
+from tests.unit.counters.test_counters import CATALOG, HISTORIES, NOW, counter, folded
 
+TIMELESS = counter(51, Kind.FIXED32)  # a time counter without limits
 BODY = folded([[(1, 5, 2.0, NOW), (2, 6, 3.0, NOW - 10), (20, 2**63, 1.5, NOW), (3, 5, 9, NOW)]])
 
 
@@ -212,15 +215,46 @@ def test_a_counter_in_a_kind_of_a_later_version_is_not_written_and_its_siblings_
 @pytest.mark.spec("CNT-09", "CNT-13")
 def test_a_group_whose_times_are_in_a_kind_of_a_later_version_is_left_as_it_is() -> None:
     counters = MutableCounters(CATALOG, in_a_later_kind(10), NOW)
-    for counter in (1, 2, 3):
+    for each in (1, 2, 3):
         with pytest.raises(KindUnknown):
-            counters.update(counter, 5, 1, NOW)
+            counters.update(each, 5, 1, NOW)
     counters.update(20, 9, 1.0, NOW)
     counters.cleanup()
     after = Profile.FromString(counters.serialise())
     MutableCounters(CATALOG, after.SerializeToString(), NOW)
     assert Profile.FromString(in_a_later_kind(10)).packed_counters[0] in list(after.packed_counters)
     assert [list(pack.counter_ids) for pack in after.packed_counters].count([20]) == 1
+
+
+@pytest.mark.spec("CNT-03", "CNT-13")
+@pytest.mark.parametrize("counter_id", [1, 10])
+def test_a_merge_into_a_counter_in_a_kind_of_a_later_version_is_refused_whole(counter_id: int) -> None:
+    counters = MutableCounters(CATALOG, in_a_later_kind(counter_id), NOW)
+    with pytest.raises(KindUnknown, match="a kind of a later version"):
+        counters.absorb(Counters(CATALOG, BODY, NOW))
+    assert counters.serialise() == in_a_later_kind(counter_id)
+    counters.absorb(Counters(CATALOG, folded([[(20, 2**63, 1.0, NOW)]]), NOW))
+    assert MutableCounters(CATALOG, counters.serialise(), NOW).get(20, 2**63) == 2.5
+
+
+@pytest.mark.spec("CNT-09", "CNT-13")
+def test_what_is_under_times_in_a_kind_of_a_later_version_is_not_read_and_does_not_expire() -> None:
+    """With a limit or without: nobody here knows the time of any of it, and 0 would be an invented one."""
+    catalog = Catalog([*CATALOG.counters.values(), counter(50, Kind.FLOAT, decay=1.0, time_counter_id=51), TIMELESS])
+    profile = Profile()
+    pack = profile.packed_counters.add(counter_ids=[50, 51], keys=[1])
+    pack.values.add().float_values.value.extend([5.0])
+    pack.values.add().ParseFromString(b"\x7a\x03abc")
+    for body, ids in ((profile.SerializeToString(), (50, 51)), (in_a_later_kind(10), (1, 2, 3, 10))):
+        counters = MutableCounters(catalog, body, NOW)
+        for each in ids:
+            assert counters.find(each, 1) is None
+            assert counters.find(each, 5) is None
+            assert bulk.read(catalog, [body], frozenset({each}), NOW, kernel="numpy") == [None]
+        assert counters.expires_at == NEVER
+        merged = MutableCounters(catalog, b"", NOW)
+        merged.absorb(counters)
+        assert [group.id for group in merged.groups()] == ([20] if ids[0] == 1 else [])
 
 
 @pytest.mark.spec("CNT-13")

@@ -48,7 +48,7 @@ class Layout(Struct, frozen=True):
 
     counter_ids: list[int]
     rows: list[tuple[int, Kind, str]]  # place, kind, name of the field
-    time_at: int = 0
+    time_at: int | None = None
     records_max: int | None = None
     expire_seconds: int | None = None
 
@@ -108,7 +108,7 @@ class Plan:
         return Layout(
             [each for _, each in picked],
             [(index, kind, NAMES[kind]) for (index, _), kind in zip(picked, kinds, strict=True)],
-            ids.index(group.time.id) if group.time else 0,
+            ids.index(group.time.id) if group.time else None,
             group.records_max,
             group.expire_seconds,
         )
@@ -322,9 +322,12 @@ def _by_protobuf(plan: Plan, body: bytes, now: int) -> list[Pack] | None:
         count = len(keys)
         if layout.records_max is not None and count > layout.records_max:
             return None
-        if layout.expire_seconds is not None:
+        if layout.time_at is not None:
+            # In a kind of a later version they look missing, and then nothing of the group is read.
             times = values[layout.time_at].fixed32_values.value[:]
-            if len(times) != count or min(times) < now - layout.expire_seconds:
+            if len(times) != count:
+                return None
+            if layout.expire_seconds is not None and min(times) < now - layout.expire_seconds:
                 return None
         rows: list[tuple[Kind, Sequence[Number]]] = []
         for index, kind, name in layout.rows:
