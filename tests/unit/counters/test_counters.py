@@ -213,6 +213,19 @@ def test_each_kind_takes_only_what_it_can_keep() -> None:
 
 
 @pytest.mark.spec("CNT-03")
+@pytest.mark.parametrize("huge", [10**400, -(10**400), 10**5000], ids=["large", "negative", "unprintable"])
+def test_a_number_too_large_for_anything_is_refused_like_any_other(huge: int) -> None:
+    counters = MutableCounters(CATALOG, b"", NOW)
+    for counter_id in WRITABLE:
+        with pytest.raises(ValueWrong, match="not a number of"):
+            counters.update(counter_id, 1, huge, NOW)
+    with pytest.raises(ValueWrong, match="64-bit"):
+        counters.update(1, huge, 1.0, NOW)
+    with pytest.raises(TimeWrong, match="unix seconds"):
+        counters.update(1, 1, 1.0, huge)
+
+
+@pytest.mark.spec("CNT-03")
 @pytest.mark.parametrize("time", [0, -1, 2**32, NOW + DAY + 1, NOW * 1000])
 def test_a_time_that_cannot_be_kept_is_refused(time: int) -> None:
     with pytest.raises(TimeWrong):
