@@ -331,7 +331,7 @@ class MutableCounters(Counters):
                 if column is not None and (value := column.pop(key, None)) is not None:
                     self._charge(counter, value, time, to)
             if group.time is not None:
-                self._charge(group.time, 1, time, to)
+                self._charge(group.time, time, time, to)  # one without a time it never had
         if not table.times:
             table.values.clear()  # a counter stands in a pack only from its first update on
         self._changed = self._changed or bool(keys)

@@ -27,6 +27,7 @@ from keyfold.counters.errors import (
     ValueWrong,
 )
 from keyfold.counters.messages_pb2 import Profile
+from keyfold.counters.packs import read
 from tests.unit.counters.reference import Reference, Update
 
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
@@ -457,6 +458,9 @@ def test_an_update_of_a_counter_in_a_kind_of_a_later_version_is_refused_and_noth
     assert b"\x7a\x03abc" in again.serialise()
 
 
+LATER_FIELD = b"\x7a\x03abc"  # number 15, three bytes: a body that begins so is folded by protobuf
+
+
 def _mutations() -> st.SearchStrategy[bytes]:
     body = _some_body()
     places = st.integers(0, len(body) - 1)
@@ -471,14 +475,21 @@ def _mutations() -> st.SearchStrategy[bytes]:
 @pytest.mark.spec("CNT-15", "CNT-09")
 @settings(max_examples=300, deadline=None)
 @given(st.lists(_mutations(), min_size=1, max_size=6))
-def test_no_body_crashes_a_fold_and_both_kernels_judge_it_alike(bodies: list[bytes]) -> None:
+def test_no_body_crashes_a_fold_and_both_kernels_and_the_slow_path_judge_it_alike(bodies: list[bytes]) -> None:
     rows = [(profile, SPENT, 1, 1.0, 0) for profile in range(len(bodies))]
     folds = [fold(CATALOG, bodies, _updates(rows, NOW), now=NOW, kernel=kernel) for kernel in KERNELS]
+    slow = fold(CATALOG, [LATER_FIELD + body for body in bodies], _updates(rows, NOW), now=NOW, kernel="numpy")
     for folded in folds:
         assert all(isinstance(error, PackWrong) for error in folded.broken.values())
         for profile in folded.broken:
             assert folded.bodies[profile] is bodies[profile]
-    assert folds[0].broken.keys() == folds[-1].broken.keys()
+        assert folded.broken.keys() == slow.broken.keys()
+        assert folded.dropped == slow.dropped
+        assert folded.expires_at.tolist() == slow.expires_at.tolist()
+        assert folded.bill == {each: pytest.approx(lost, rel=1e-6, nan_ok=True) for each, lost in slow.bill.items()}
+        for profile in set(range(len(bodies))) - folded.broken.keys():
+            left, right = (_all_values(each.bodies[profile]) for each in (folded, slow))
+            assert left == pytest.approx(right, rel=1e-6, nan_ok=True)
     assert folds[0].bodies == folds[-1].bodies
 
 
@@ -494,6 +505,25 @@ def test_a_broken_body_is_named_and_its_neighbours_are_folded(kernel: KernelName
     assert {profile: type(error) for profile, error in folded.broken.items()} == {0: RowLengthWrong, 2: KeyTwice}
     assert folded.changed.tolist() == [False, True, False]
     assert folded.expires_at[0] == NEVER
+
+
+def _all_values(body: bytes) -> dict[tuple[int, int], float]:
+    return {(counter_id, key): value for counter_id, key, value in read(body)}
+
+
+@pytest.mark.spec("CNT-18")
+@kernels
+def test_a_key_without_a_time_is_billed_alike_whatever_form_its_body_has(kernel: KernelName) -> None:
+    """To its counters with what they held, and not to the time counter, which never had it."""
+    catalog = _catalog(_counter(32, Kind.FLOAT, time_counter_id=30))
+    profile = Profile()
+    pack = profile.packed_counters.add(counter_ids=[30, 32], keys=[1, 2])
+    pack.values.add().fixed32_values.value.extend([0, 0])
+    pack.values.add().float_values.value.extend([1.0, 2.0])
+    body = profile.SerializeToString()
+    for bodies in ([body], [LATER_FIELD + body]):
+        folded = fold(catalog, bodies, _updates([(0, 32, 8, 1.0, 0), (0, 32, 9, 1.0, 0)], NOW), now=NOW, kernel=kernel)
+        assert folded.bill == {32: (3.0, 0.0)}
 
 
 @pytest.mark.spec("CNT-15", "CNT-09")
