@@ -325,6 +325,21 @@ def test_many_keys_of_one_profile_are_put_in_order(kernel: KernelName) -> None:
 
 
 @pytest.mark.spec("CNT-15")
+@pytest.mark.skipif(not HAS_NUMBA, reason="the other kernel sorts")
+def test_keys_of_any_pattern_spread_over_the_table_of_a_profile() -> None:
+    """Where they share a place, a fold of many keys takes the square of their number."""
+    from keyfold.counters.bulk import by_numba
+
+    count, inverse = 4096, pow(0x9E3779B97F4A7C15, -1, 2**64)
+    patterns = [lambda j, by=by: j << by for by in (0, 16, 32, 40, 48)] + [lambda j: inverse * j, lambda j: -j]
+    for pattern in patterns:
+        keys = np.array([pattern(j) % 2**64 for j in range(count)], np.uint64)
+        for group in (0, 5):
+            places = by_numba._spread.py_func(keys, np.full(count, group, np.uint64)) & np.uint64(2 * count - 1)
+            assert len(np.unique(places)) > 0.7 * count  # of random ones, 0.787
+
+
+@pytest.mark.spec("CNT-15")
 @kernels
 def test_owned_rows_come_back_apart_and_are_never_folded(kernel: KernelName) -> None:
     rows = [(0, SPENT, 1, 1.0, 0), (0, SPENT, 2, math.nan, 0), (0, SPENT, 3, 1.0, 0)]
@@ -493,20 +508,6 @@ def test_no_body_crashes_a_fold_and_both_kernels_and_the_slow_path_judge_it_alik
     assert folds[0].bodies == folds[-1].bodies
 
 
-@pytest.mark.spec("CNT-15", "CNT-09")
-@kernels
-def test_a_broken_body_is_named_and_its_neighbours_are_folded(kernel: KernelName) -> None:
-    short, twice = Profile(), Profile()
-    short.packed_counters.add(counter_ids=[LONE], keys=[1, 2]).values.add().float_values.value.extend([1.0])
-    twice.packed_counters.add(counter_ids=[LONE], keys=[1, 1]).values.add().float_values.value.extend([1.0, 2.0])
-    bodies = [short.SerializeToString(), b"", twice.SerializeToString()]
-    rows = [(profile, LONE, 1, 1.0, 0) for profile in range(3)]
-    folded = fold(CATALOG, bodies, _updates(rows, NOW), now=NOW, kernel=kernel)
-    assert {profile: type(error) for profile, error in folded.broken.items()} == {0: RowLengthWrong, 2: KeyTwice}
-    assert folded.changed.tolist() == [False, True, False]
-    assert folded.expires_at[0] == NEVER
-
-
 def _all_values(body: bytes) -> dict[tuple[int, int], float]:
     return {(counter_id, key): value for counter_id, key, value in read(body)}
 
@@ -524,6 +525,20 @@ def test_a_key_without_a_time_is_billed_alike_whatever_form_its_body_has(kernel:
     for bodies in ([body], [LATER_FIELD + body]):
         folded = fold(catalog, bodies, _updates([(0, 32, 8, 1.0, 0), (0, 32, 9, 1.0, 0)], NOW), now=NOW, kernel=kernel)
         assert folded.bill == {32: (3.0, 0.0)}
+
+
+@pytest.mark.spec("CNT-15", "CNT-09")
+@kernels
+def test_a_broken_body_is_named_and_its_neighbours_are_folded(kernel: KernelName) -> None:
+    short, twice = Profile(), Profile()
+    short.packed_counters.add(counter_ids=[LONE], keys=[1, 2]).values.add().float_values.value.extend([1.0])
+    twice.packed_counters.add(counter_ids=[LONE], keys=[1, 1]).values.add().float_values.value.extend([1.0, 2.0])
+    bodies = [short.SerializeToString(), b"", twice.SerializeToString()]
+    rows = [(profile, LONE, 1, 1.0, 0) for profile in range(3)]
+    folded = fold(CATALOG, bodies, _updates(rows, NOW), now=NOW, kernel=kernel)
+    assert {profile: type(error) for profile, error in folded.broken.items()} == {0: RowLengthWrong, 2: KeyTwice}
+    assert folded.changed.tolist() == [False, True, False]
+    assert folded.expires_at[0] == NEVER
 
 
 @pytest.mark.spec("CNT-15", "CNT-09")

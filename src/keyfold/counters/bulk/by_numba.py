@@ -614,6 +614,14 @@ def _counter_time(rows: Rows, row: int) -> Any:
 
 
 @_compiled
+def _spread(key: np.uint64, group: np.uint64) -> Any:
+    """A hash any of whose bits will do: keys come in patterns, high bits alone among them."""
+    word = (key ^ (group * _MIX_GROUP)) * _MIX
+    word = (word ^ (word >> _HALF)) * _MIX_GROUP
+    return word ^ (word >> _HALF)
+
+
+@_compiled
 def _gather(rows: Rows, begin: int, end: int, known: Known, entries: Entries) -> int:
     """Make one entry of the rows of each group and key; how many."""
     size = _table_size(end - begin)
@@ -623,8 +631,7 @@ def _gather(rows: Rows, begin: int, end: int, known: Known, entries: Entries) ->
     for row in range(begin, end):
         counter, time = _counter_time(rows, row)
         group, key = known.group[counter], rows.words[row, KEY]
-        hashed = (key ^ (np.uint64(group) * _MIX_GROUP)) * _MIX
-        place = (hashed >> _HALF) & mask
+        place = _spread(key, np.uint64(group)) & mask
         entry = int(entries.table[place]) - 1
         while entry >= 0 and (entries.key[entry] != key or entries.group[entry] != group):
             place = (place + _ONE) & mask
