@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, islice
 from math import isfinite
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 from msgspec import Struct
@@ -60,7 +60,7 @@ class Plan:
     """
 
     def __init__(self, catalog: Catalog, wanted: frozenset[int]) -> None:
-        self.catalog = catalog
+        self._catalog = ref(catalog)  # which the plans are kept by: one that held it would keep it for good
         self.wanted = wanted
         self.members = [
             [each for each in group.counter_ids if each in wanted] for group in catalog.groups.values()
@@ -74,6 +74,12 @@ class Plan:
         self.firsts: Ints = np.array([*accumulate(map(len, self.members), initial=0)], np.int64)
         self.shapes: dict[int, Shape] = {}
         self.layouts: dict[tuple[int, ...], Layout | None] = {}
+
+    @property
+    def catalog(self) -> Catalog:
+        catalog = self._catalog()
+        assert catalog is not None, "whoever reads holds the catalog"
+        return catalog
 
     def shape(self, code: int) -> Shape:
         """What the compiled loop means by a code."""
