@@ -82,8 +82,8 @@ def read(body: bytes, wanted: Collection[int] | None = None) -> Iterator[tuple[i
 def arrays(body: bytes, wanted: Collection[int] | None = None) -> Iterator[ArrayRow]:
     """Whole rows as arrays; values are views of the body's own bytes."""
     for pack in wire.packs(body):
-        ids = wire.varints(body, pack.counter_ids)
-        if len(ids) == 0 or not pack.keys:
+        ids = pack.counter_ids
+        if len(ids) == 0 or not any(start < end for start, end in pack.keys):
             raise PackEmpty("a pack has no counters or no keys")
         if len(ids) != len(pack.rows):
             raise RowsMissing(f"a pack has {len(ids)} counters and {len(pack.rows)} rows of values")

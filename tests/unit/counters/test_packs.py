@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import struct
 
 import numpy as np
 import pytest
@@ -142,6 +143,97 @@ def test_the_array_reader_says_what_the_linear_reader_says(
         for k, v in zip(row.keys, row.values, strict=True)
     ]
     assert found == list(read(body, wanted))
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A field of bytes, or of a message."""
+    return bytes([number << 3 | 2, len(content)]) + content
+
+
+ROW = field(3, field(1, field(1, struct.pack("<f", 1.5))))
+PACK = field(3, field(1, b"\x01") + field(2, b"\x05") + ROW)
+
+
+@pytest.mark.spec("CNT-11", "CNT-12", "CNT-13")
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (PACK + b"\xa3\x06\x08\x01\x0b\x0c\xa4\x06", [(1, 5, 1.5)]),
+        (field(4, b"\x08\x01\x08\x02" + field(2, b"\x05") + ROW), [(2, 5, 1.5)]),
+        (field(4, b"\x08\x01" + field(2, b"\x05\x06") + ROW + ROW), [(1, 5, 1.5), (1, 6, 1.5)]),
+        (field(4, b"\x08\x01" + field(2, b"\x05") + field(3, field(2, field(1, bytes(8)))) + ROW), [(1, 5, 1.5)]),
+        (field(4, field(2, b"\x05") + ROW), [(0, 5, 1.5)]),
+        (field(4, b"\x08\x01" + field(2, b"\x05")), []),
+        (field(3, b"\x08\x01\x10\x05" + field(3, field(1, b"\x0d" + struct.pack("<f", 1.5)))), [(1, 5, 1.5)]),
+        (
+            field(
+                3,
+                field(1, b"\x01")
+                + field(2, b"\x05")
+                + field(3, field(1, field(1, struct.pack("<f", 1.5)) + b"\x08\x80\x80\x80\x01")),
+            ),
+            [(1, 5, 1.5)],
+        ),
+    ],
+    ids=[
+        "a group of a later format, with another in it",
+        "an id given twice: the last",
+        "values given twice: both",
+        "values of two kinds: the last",
+        "no id",
+        "no values",
+        "not packed",
+        "a field of the number of values and of another type",
+    ],
+)
+def test_the_array_reader_takes_every_spelling_that_protobuf_takes(
+    body: bytes, expected: list[tuple[int, int, float]]
+) -> None:
+    assert list(read(body)) == expected
+    assert listed(body) == expected
+
+
+def listed(body: bytes) -> list[tuple[int, int, float]]:
+    rows = arrays(body)
+    return [(row.counter_id, int(k), v.item()) for row in rows for k, v in zip(row.keys, row.values, strict=True)]
+
+
+@pytest.mark.spec("CNT-09", "CNT-12")
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xa3\x06",
+        b"\xa3\x06\xac\x06",
+        b"\xa4\x06",
+        b"\xa3\x06\x0a\x05\xa4\x06",
+        PACK + b"\x00\x01",
+        field(3, field(1, b"\x01") + field(2, b"") + field(3, field(1, field(1, b"")))),
+    ],
+    ids=["open", "closed by another", "never opened", "cut off inside", "no number", "no keys"],
+)
+def test_what_protobuf_refuses_the_array_reader_refuses(body: bytes) -> None:
+    for reader in (read, arrays):
+        with pytest.raises(PackWrong):
+            list(reader(body))
+
+
+@pytest.mark.spec("CNT-12")
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    changes=st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_size=1, max_size=3),
+)
+def test_of_any_body_that_the_linear_reader_takes_the_array_reader_says_the_same(
+    seed: int, changes: list[tuple[int, int]]
+) -> None:
+    body = bytearray(shuffled(BODY, seed))
+    for place, byte in changes:
+        body[place % len(body)] = byte
+    try:
+        expected = sorted(map(repr, read(bytes(body))))
+    except PackWrong:
+        return
+    assert sorted(map(repr, listed(bytes(body)))) == expected
 
 
 @pytest.mark.spec("CNT-12")
