@@ -121,7 +121,11 @@ def _description(value: EnumValueDescriptor) -> dict[str, Any] | None:
     pool = value.type.file.pool
     if not value.has_options:
         return None
-    options = message_factory.GetMessageClass(pool.FindMessageTypeByName("google.protobuf.EnumValueOptions"))
+    try:
+        known = pool.FindMessageTypeByName("google.protobuf.EnumValueOptions")
+    except KeyError:  # nothing imports the options, so nothing extends them
+        return None
+    options = message_factory.GetMessageClass(known)
     fields = options.FromString(value.GetOptions().SerializeToString()).ListFields()
     return next((_fields(found) for field, found in fields if field.name == OPTION), None)
 
@@ -132,8 +136,10 @@ def _fields(message: Message) -> dict[str, Any]:
 
 
 def _plain(field: FieldDescriptor, found: Any) -> Any:
-    if field.is_repeated:
-        return list(found)
+    return [_one(field, each) for each in found] if field.is_repeated else _one(field, found)
+
+
+def _one(field: FieldDescriptor, found: Any) -> Any:
     if field.message_type is not None:
         return _fields(found)
     if field.enum_type is not None:
@@ -195,8 +201,13 @@ def _counter(
 
 def _wrong_types(given: dict[str, Any], kinds: dict[str, tuple[type, ...]]) -> Iterable[str]:
     for field, found in given.items():
-        if field in kinds and not isinstance(found, kinds[field]):
+        if field in kinds and not (isinstance(found, kinds[field]) and _are_text(found)):
             yield f"{field} cannot be {found!r}"
+
+
+def _are_text(found: Any) -> bool:
+    """Whether the elements of a list are text, as all lists of a description are."""
+    return not isinstance(found, list) or all(isinstance(each, str) for each in found)
 
 
 def _unknown(given: dict[str, str]) -> Iterable[str]:

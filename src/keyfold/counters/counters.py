@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from keyfold.counters.catalog import UINT64_MAX, Catalog, Counter, Group, Kind
-from keyfold.counters.errors import CounterOverflow, KeyTwice, KindUnknown, KindWrong, ValueNotFinite
+from keyfold.counters.errors import CounterOverflow, KindUnknown, ValueNotFinite
 from keyfold.counters.messages_pb2 import CounterPack, Profile, ValueType
 from keyfold.counters.model import (
     FUTURE_SECONDS_MAX,
@@ -23,7 +23,7 @@ from keyfold.counters.model import (
     storable,
     survivors,
 )
-from keyfold.counters.packs import Row, fill, must_be_whole, parsed, rows
+from keyfold.counters.packs import Row, fill, parsed, whole_rows
 
 
 class Value(NamedTuple):
@@ -115,7 +115,7 @@ class Counters:
 
     def _known_rows(self) -> dict[int, Row]:
         if self._rows is None:
-            found = list(rows(self._profile, self.catalog.counters))
+            found = list(whole_rows(self._profile, self.catalog))
             self._rows = {row.counter_id: row for row in found if row.kind}
             self._later = {row.counter_id for row in found if not row.kind}
         return self._rows
@@ -128,12 +128,21 @@ class Counters:
 
     def _decoded(self, group: Group) -> Table:
         found = self._known_rows()
+        if self._is_opaque(group):
+            return Table({}, {})  # a time of 0 would be an invented one
         values = {c.id: _column(c, found[c.id]) for c in group.values if c.id in found}
         times = _column(group.time, found[group.time.id]) if group.time and group.time.id in found else {}
         for column in values.values():
             for key in column:
                 times.setdefault(key, 0)  # a value without its time is as old as can be
         return Table({key: int(time) for key, time in times.items()}, values)
+
+    def _is_opaque(self, group: Group) -> bool:
+        """Whether the times of a group are in a kind of a later version.
+
+        Then nobody here knows what has expired: it is not read, and keeps its packs as they are.
+        """
+        return group.time is not None and group.time.id in self._later
 
 
 class MutableCounters(Counters):
@@ -143,7 +152,7 @@ class MutableCounters(Counters):
         self, catalog: Catalog, body: bytes = b"", now: int = 0, *, future_seconds_max: int = FUTURE_SECONDS_MAX
     ) -> None:
         super().__init__(catalog, body, now)
-        must_be_whole(self._profile, catalog)
+        self._known_rows()  # a profile that breaks an invariant is refused before anything is added to it
         self._future_seconds_max = future_seconds_max
         self._changed = False
         self._live: set[int] = set()  # groups without an expired key: their keys are looked at once, not at each update
@@ -160,11 +169,7 @@ class MutableCounters(Counters):
         """Add what was checked before, whatever the catalog now says of who may write it."""
         group = self.catalog.group_of(described.id)
         table = self._table(group)
-        if described.id in self._later or self._is_opaque(group):
-            raise KindUnknown(
-                f"{described.name}, or the time counter of its keys, is stored here in a kind of a later version",
-                hint="Write it with the version that stored it",
-            )
+        self._must_be_writable(group, described)
         if group.time is None:
             self._add(described, table, key, value, time, 0)
             table.times.setdefault(key, 0)
@@ -175,9 +180,7 @@ class MutableCounters(Counters):
         if latest is None and not is_live(group, time, self.now):
             self.dropped += 1
             return False
-        if group.id not in self._live:
-            self._expire(group)
-            self._live.add(group.id)
+        self._expire_once(group)
         moved = max(time, latest or 0)
         self._add(described, table, key, value, time, moved, latest)
         if latest is not None and moved > latest:
@@ -189,7 +192,7 @@ class MutableCounters(Counters):
         """Forget expired keys, and the oldest above `MaxRecords`."""
         self.now = self.now if now is None else now
         self._live.clear()
-        for group in list(self._own_groups()):
+        for group in list(self.groups()):
             table = self._table(group)
             self._expire(group)
             if enforce_max_records and group.records_max is not None and len(table.times) > group.records_max:
@@ -198,21 +201,21 @@ class MutableCounters(Counters):
 
     def absorb(self, other: Counters, *, glued_only: bool = True) -> None:
         """Add another profile of the same person: times maxed, values decayed to the later time and summed."""
-        for group in other.groups():
-            if glued_only and group.time is not None and group.time.not_glued:
-                continue
-            theirs = other._table(group)
-            members = [c for c in group.values if c.id in theirs.values and not (glued_only and c.not_glued)]
-            if group.time is None and not members:
-                continue
-            for key in other.keys(group):
-                self._absorb_key(group, members, theirs, key)
+        gifts = [gift for group in other.groups() if (gift := self._gift(other, group, glued_only))]
+        for gift in gifts:  # before anything is added: a merge is refused whole
+            self._must_be_writable(gift.group, *gift.members)
+        for gift in gifts:
+            self._expire_once(gift.group)
+            for key in gift.keys:
+                self._absorb_key(gift.group, gift.members, gift.table, key)
 
     def absorb_update(self, described: Counter, key: int, value: Number, time: int) -> None:
-        """Add an update to a merge, which is only read: as in `absorb`, an exact sum stays at the largest number."""
+        """Add an update to a merge, which is only read: as in `absorb`, a sum stays at the largest number."""
         if described.kind is Kind.FIXED64:
             value = min(value, UINT64_MAX - self.get(described.id, key))
-        self.fold(described, key, value, time)
+        if self.fold(described, key, value, time) and described.kind in (Kind.FLOAT, Kind.DOUBLE):
+            column = self._table(self.catalog.group_of(described.id)).values[described.id]
+            column[key] = storable(column[key], described.kind)
 
     def serialise(self) -> bytes:
         """The body to store. What this version does not know keeps its pack, its keys and its bytes."""
@@ -221,13 +224,15 @@ class MutableCounters(Counters):
         profile = Profile()
         profile.CopyFrom(self._profile)
         extras = _take_out(profile, self._is_own)
-        for group in self._own_groups():
+        for group in self.groups():
             self._pack(group, extras, profile.packed_counters.add())
         return profile.SerializeToString(deterministic=True)
 
     @property
     def expires_at(self) -> int:
         """The second after which every key has expired; 0 for an empty profile."""
+        if self._later and any(map(self._is_opaque, self.catalog.groups.values())):
+            return NEVER
         latest = 0
         for group in self.groups():
             if group.expire_seconds is None:
@@ -235,19 +240,31 @@ class MutableCounters(Counters):
             latest = max(latest, max(self._table(group).times.values()) + group.expire_seconds)
         return latest
 
-    def _own_groups(self) -> Iterator[Group]:
-        """The groups that may be written; the others keep their packs as they are."""
-        return (group for group in self.groups() if not self._is_opaque(group))
+    def _gift(self, other: Counters, group: Group, glued_only: bool) -> "_Gift | None":
+        """What another profile has to add to a group, as of our own `now`."""
+        if glued_only and group.time is not None and group.time.not_glued:
+            return None
+        theirs = other._table(group)
+        members = [c for c in group.values if c.id in theirs.values and not (glued_only and c.not_glued)]
+        keys = [key for key in other.keys(group) if is_live(group, theirs.times[key], self.now)]
+        return _Gift(group, members, theirs, keys) if keys and (group.time is not None or members) else None
+
+    def _must_be_writable(self, group: Group, *counters: Counter) -> None:
+        """The kind of a counter never changes silently, and a second row of its id would break the profile."""
+        if not self._later:
+            return
+        for counter in (*counters, *((group.time,) if group.time else ())):
+            if counter.id in self._later:
+                raise KindUnknown(
+                    f"{counter.name} is stored here in a kind of a later version",
+                    hint="Write it, and what is under it, with the version that stored it",
+                )
 
     def _is_own(self, counter_id: int, row: ValueType) -> bool:
         """Whether a row is one that is written anew."""
         if counter_id not in self.catalog or row.WhichOneof("value") is None:
             return False
         return not (self._later and self._is_opaque(self.catalog.group_of(counter_id)))
-
-    def _is_opaque(self, group: Group) -> bool:
-        """Whether the times of a group are in a kind of a later version: then nobody here knows what has expired."""
-        return group.time is not None and group.time.id in self._later
 
     def _add(
         self, counter: Counter, table: Table, key: int, value: Number, time: int, moved: int, latest: int | None = None
@@ -289,11 +306,17 @@ class MutableCounters(Counters):
             if counter.kind is Kind.FIXED32:
                 column[key] = max(before, more)
             else:
-                column[key] = before + decayed(more, counter.decay, moved - time)
-                if counter.kind is Kind.FIXED64:  # a merge is only read: it stays at the largest number
-                    column[key] = min(column[key], UINT64_MAX)
+                total = before + decayed(more, counter.decay, moved - time)
+                # A merge is only read: it stays at the largest number.
+                column[key] = min(total, UINT64_MAX) if counter.kind is Kind.FIXED64 else storable(total, counter.kind)
         table.times[key] = moved
         self._changed = True
+
+    def _expire_once(self, group: Group) -> None:
+        """Before something is added: what has expired must not be added to."""
+        if group.id not in self._live:
+            self._expire(group)
+            self._live.add(group.id)
 
     def _expire(self, group: Group) -> None:
         table = self._table(group)
@@ -308,7 +331,7 @@ class MutableCounters(Counters):
                 if column is not None and (value := column.pop(key, None)) is not None:
                     self._charge(counter, value, time, to)
             if group.time is not None:
-                self._charge(group.time, 1, time, to)
+                self._charge(group.time, time, time, to)  # one without a time it never had
         if not table.times:
             table.values.clear()  # a counter stands in a pack only from its first update on
         self._changed = self._changed or bool(keys)
@@ -346,11 +369,7 @@ def _value(counter: Counter, group: Group, table: Table, key: int, at: int | Non
 
 
 def _column(counter: Counter, row: Row) -> dict[int, Number]:
-    if row.kind is not counter.kind:
-        raise KindWrong(f"counter {counter.id} is stored in another kind than {counter.kind.name.lower()}")
     column = dict(zip(row.keys, row.values, strict=True))
-    if len(column) != len(row.keys):
-        raise KeyTwice(f"a key stands twice in the pack of counter {counter.id}")
     if counter.kind in (Kind.FLOAT, Kind.DOUBLE) and not all(map(math.isfinite, column.values())):
         raise ValueNotFinite(f"counter {counter.id} holds a value that is not finite")
     return column
@@ -358,6 +377,15 @@ def _column(counter: Counter, row: Row) -> dict[int, Number]:
 
 def _stored(counter: Counter, value: Number) -> Number:
     return storable(value, counter.kind) if counter.kind in (Kind.FLOAT, Kind.DOUBLE) else int(value)
+
+
+class _Gift(Struct):
+    """What one profile adds to a group of another: these counters and keys of its table."""
+
+    group: Group
+    members: list[Counter]
+    table: Table
+    keys: list[int]
 
 
 class _Extras(Struct):

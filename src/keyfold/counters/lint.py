@@ -198,8 +198,18 @@ def _handling(was: Counter, now: Counter) -> Iterator[Change]:
     ):
         if before != after:
             yield "safe", f"{name} {'set' if after else 'unset'}", set_effect if after else unset_effect, ""
-    gone = sorted(set(was.input_types) - set(now.input_types))
-    come = sorted(set(now.input_types) - set(was.input_types))
+    yield from _logs(set(was.input_types), set(now.input_types))
+
+
+def _logs(before: set[str], after: set[str]) -> Iterator[Change]:
+    """A counter that names no log is written by any."""
+    gone, come = sorted(before - after), sorted(after - before)
+    if gone and not after:
+        yield "safe", f"InputTypes {', '.join(gone)} removed", "events of any log are counted from now on", ""
+        return
+    if come and not before:
+        yield "safe", f"InputTypes {', '.join(come)} added", "no more events of other logs are counted", ""
+        return
     if gone:
         yield "safe", f"InputTypes without {', '.join(gone)}", "no more events of these logs are counted", ""
     if come:

@@ -46,29 +46,37 @@ def must_be_update(
     if counter.no_operation:
         raise CounterReadOnly(f"{counter.name} is kept by the counters it belongs to and is not written by handlers")
     if not 0 <= key <= UINT64_MAX:
-        raise ValueWrong(f"the key {key} of {counter.name} is not an unsigned 64-bit number")
+        raise ValueWrong(f"the key {_shown(key)} of {counter.name} is not an unsigned 64-bit number")
     must_be_time(time, now, future_seconds_max)
     must_be_value(counter, value)
 
 
 def must_be_value(counter: Counter, value: Number) -> None:
     """Refuse a value that the kind of a counter cannot keep."""
+    # Ranges first: a whole number of Python may be too large to become a float.
     if counter.kind is Kind.FIXED64:
-        if value != int(value) if math.isfinite(value) else True:
-            raise ValueWrong(f"{counter.name} takes whole numbers, not {value}")
         if not 0 <= value <= UINT64_MAX:
-            raise ValueWrong(f"{counter.name} takes unsigned 64-bit numbers, not {value}")
+            raise ValueWrong(f"{counter.name} takes unsigned 64-bit numbers, not {_shown(value)}")
+        if value != int(value):
+            raise ValueWrong(f"{counter.name} takes whole numbers, not {value}")
     elif counter.kind is Kind.FIXED32:
         if value != 1:
-            raise ValueWrong(f"{counter.name} records the time of its event and takes no value, not {value}")
-    elif not math.isfinite(value) or abs(value) > VALUE_MAX:
-        raise ValueWrong(f"{counter.name} takes finite numbers up to {VALUE_MAX:g}, not {value}")
+            raise ValueWrong(f"{counter.name} records the time of its event and takes no value, not {_shown(value)}")
+    elif not abs(value) <= VALUE_MAX:  # so that NaN is wrong
+        raise ValueWrong(f"{counter.name} takes finite numbers up to {VALUE_MAX:g}, not {_shown(value)}")
 
 
 def must_be_time(time: int, now: int, future_seconds_max: int = FUTURE_SECONDS_MAX) -> None:
     """Times are unix seconds in 32 bits, and not far ahead of the clock."""
     if not 1 <= time <= TIME_MAX:
         hint = "Times are unix seconds, not milliseconds" if time > TIME_MAX else None
-        raise TimeWrong(f"the time {time!s:.30} is not unix seconds between 1 and {TIME_MAX}", hint=hint)
+        raise TimeWrong(f"the time {_shown(time)} is not unix seconds between 1 and {TIME_MAX}", hint=hint)
     if time > now + future_seconds_max:
         raise TimeWrong(f"the time {time} is {time - now} seconds ahead of now, {future_seconds_max} are allowed")
+
+
+def _shown(number: Number) -> str:
+    """A number in a message; Python does not write out those of some thousand digits."""
+    if isinstance(number, int) and number.bit_length() > 100:
+        return f"a number of {number.bit_length()} bits"
+    return str(number)

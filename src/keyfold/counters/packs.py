@@ -82,8 +82,8 @@ def read(body: bytes, wanted: Collection[int] | None = None) -> Iterator[tuple[i
 def arrays(body: bytes, wanted: Collection[int] | None = None) -> Iterator[ArrayRow]:
     """Whole rows as arrays; values are views of the body's own bytes."""
     for pack in wire.packs(body):
-        ids = wire.varints(body, pack.counter_ids)
-        if len(ids) == 0 or not pack.keys:
+        ids = pack.counter_ids
+        if len(ids) == 0 or not any(start < end for start, end in pack.keys):
             raise PackEmpty("a pack has no counters or no keys")
         if len(ids) != len(pack.rows):
             raise RowsMissing(f"a pack has {len(ids)} counters and {len(pack.rows)} rows of values")
@@ -114,6 +114,12 @@ def shape(pack: CounterPack | Counter) -> tuple[Sequence[int], Sequence[ValueTyp
 
 def must_be_whole(profile: Profile, catalog: Catalog) -> None:
     """Check every invariant of a profile's packs. Counters and kinds that this catalog does not know pass."""
+    for _ in whole_rows(profile, catalog):
+        pass
+
+
+def whole_rows(profile: Profile, catalog: Catalog) -> Iterator[Row]:
+    """The rows of the counters of a catalog; every invariant is checked on the way, of the other rows too."""
     seen: set[int] = set()
     for pack in as_packs(profile):
         ids, values = shape(pack)
@@ -123,19 +129,18 @@ def must_be_whole(profile: Profile, catalog: Catalog) -> None:
             if counter_id in seen:
                 raise CounterTwice(f"counter {counter_id} stands in two rows")
             seen.add(counter_id)
-            kind = _row(counter_id, pack.keys, row).kind
+            found = _row(counter_id, pack.keys, row)
             if counter_id not in catalog:
                 continue
-            if kind is None:
-                if row.ByteSize():  # a kind of a later version
-                    continue
+            if found.kind is None and not row.ByteSize():  # otherwise a kind of a later version
                 raise KindMissing(f"the row of counter {counter_id} has no kind")
-            if kind is not catalog[counter_id].kind:
+            if found.kind is not None and found.kind is not catalog[counter_id].kind:
                 raise KindWrong(
-                    f"counter {counter_id} is stored as {kind.name.lower()}, "
+                    f"counter {counter_id} is stored as {found.kind.name.lower()}, "
                     f"the catalog says {catalog[counter_id].kind.name.lower()}",
                     hint="`keyfold counters lint` tells what a change of the catalog does to stored data",
                 )
+            yield found
 
 
 def fill(row: ValueType, kind: Kind, values: Iterable[Number]) -> None:

@@ -19,8 +19,9 @@ COMPLAINT = re.compile(r"(?P<file>[^:]+):(?P<line>\d+):(?P<column>\d+): (?P<text
 IN_OPTION = re.compile(r'Error while parsing option value for "[^"]*": (.*)')
 UNKNOWN_NAME = re.compile(r'Unknown enumeration value of "([^"]*)" for field "([^"]*)"')
 SAME_NUMBER = "uses the same enum value as"
-# What may hold a brace that is none: strings and comments.
-BRACES = re.compile(r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|//[^\n]*|/\*.*?\*/|[{}]""", re.DOTALL)
+ALIASES = re.compile(r"\boption\s+allow_alias\b")
+# What may hold anything: strings and comments.
+NO_CODE = re.compile(r""""(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|//[^\n]*|/\*.*?\*/""", re.DOTALL)
 
 
 class Compiled(Struct, frozen=True):
@@ -40,8 +41,11 @@ def compiled(path: Path) -> Compiled:
             descriptors, complaints = _run(path, Path(folder))
             if descriptors is not None:
                 return Compiled(descriptors, found.mistakes, found.unknown, found.unreadable)
-            left = [line for line in complaints if not _step_over(line, path.parent, Path(folder), found)]
-            if left or not complaints:
+            in_turn = sorted(complaints, key=_turn)
+            stepped = {line: _step_over(line, path.parent, Path(folder), found) for line in in_turn}
+            left = [line for line in complaints if stepped[line] is None]
+            if left or not any(stepped.values()):
+                left = left or complaints
                 break
         lines = [_readable(line) for line in left] or ["the compiler failed without a word"]
         return Compiled(None, found.mistakes + lines, found.unknown, found.unreadable)
@@ -69,11 +73,19 @@ def _run(path: Path, copies: Path) -> tuple[bytes | None, list[str]]:
     return None, [line for line in said.splitlines() if line.strip() and ": warning: " not in line]
 
 
-def _step_over(line: str, folder: Path, copies: Path, found: Compiled) -> bool:
-    """Note the mistake and take it out of the copy; False where that cannot be done."""
+def _turn(line: str) -> tuple[int, int, int]:
+    """Numbers used twice come last, from the end of the file: what is put in moves only what stands behind it."""
+    complaint = COMPLAINT.fullmatch(line)
+    if complaint is None or SAME_NUMBER not in complaint["text"]:
+        return 0, 0, 0
+    return 1, -int(complaint["line"]), -int(complaint["column"])
+
+
+def _step_over(line: str, folder: Path, copies: Path, found: Compiled) -> bool | None:
+    """Note the mistake and take it out of the copy; False where it is out already, None where that cannot be done."""
     complaint = COMPLAINT.fullmatch(line)
     if complaint is None or not _is_inside(complaint["file"]):
-        return False
+        return None
     copy = copies / complaint["file"]
     # The compiler counts columns in bytes: in Latin-1 a character is a byte.
     text = (copy if copy.exists() else folder / complaint["file"]).read_text("latin-1")
@@ -83,9 +95,9 @@ def _step_over(line: str, folder: Path, copies: Path, found: Compiled) -> bool:
     elif in_option := IN_OPTION.match(complaint["text"]):
         changed = _without(text, start, in_option[1], found)
     else:
-        return False
-    if changed == text:
-        return False
+        return None
+    if changed is None or changed == text:
+        return None if changed is None else False
     copy.parent.mkdir(parents=True, exist_ok=True)
     copy.write_text(changed, "latin-1")
     return True
@@ -96,27 +108,31 @@ def _is_inside(file: str) -> bool:
     return not Path(file).is_absolute() and ".." not in Path(file).parts
 
 
-def _without(text: str, start: int, reason: str, found: Compiled) -> str:
+def _without(text: str, start: int, reason: str, found: Compiled) -> str | None:
     """Without one field whose value is an unknown name, or else without the whole description of the counter."""
-    counter, end = _counter_at(text, start), _end_of_block(text, start)
+    code = _code(text)
+    counter, end = _counter_at(code, start), _end_of_block(code, start)
     if counter is None or end is None:
-        return text
-    block = text[start:end]
+        return None
     if unknown := UNKNOWN_NAME.match(reason):
         name, field = unknown[1], unknown[2]
-        shorter = re.sub(rf"\b{field}\s*:\s*{re.escape(name)}(?!\w)", _blank, block, count=1)
-        if shorter != block:
+        if given := re.compile(rf"\b{field}\s*:\s*{re.escape(name)}(?!\w)").search(code, start, end):
             found.unknown.setdefault(counter, {})[field] = name
-            return text[:start] + shorter + text[end:]
+            return text[: given.start()] + _blanked(text[given.start() : given.end()]) + text[given.end() :]
     found.mistakes.append(f"{counter}: {reason}")
     found.unreadable.add(counter)
-    return text[:start] + "{" + _blanked(block[1:-1]) + "}" + text[end:]
+    return text[: start + 1] + _blanked(text[start + 1 : end - 1]) + text[end - 1 :]
 
 
-def _with_aliases(text: str, start: int) -> str:
+def _with_aliases(text: str, start: int) -> str | None:
     """A number used twice is allowed, for the catalog to report it."""
-    opened = list(re.finditer(r"\benum\s+\w+\s*\{", text[:start]))
-    return f"{text[: opened[-1].end()]} option allow_alias = true;{text[opened[-1].end() :]}" if opened else text
+    code = _code(text)
+    begin, end = _start_of_block(code, start), _end_of_block(code, start, depth=1)
+    if begin is None or end is None:
+        return None
+    if ALIASES.search(code, begin, end):
+        return text  # put in for another number of the same enum
+    return f"{text[: end - 1]} option allow_alias = true;{text[end - 1 :]}"
 
 
 def _offset(text: str, line: int, column: int) -> int:
@@ -126,23 +142,35 @@ def _offset(text: str, line: int, column: int) -> int:
     return before + next((i for i in range(len(wanted)) if len(wanted[:i].expandtabs(8)) >= column - 1), len(wanted))
 
 
-def _counter_at(text: str, start: int) -> str | None:
+def _code(text: str) -> str:
+    """The text with nothing but blanks for its strings and comments."""
+    return NO_CODE.sub(lambda match: _blanked(match[0]), text)
+
+
+def _counter_at(code: str, start: int) -> str | None:
     """The name of the enum value whose options are open at this place."""
-    opened = list(re.finditer(r"(\w+)\s*=\s*\w+\s*\[", text[:start]))
+    opened = list(re.finditer(r"(\w+)\s*=\s*-?\s*\w+\s*\[", code[:start]))
     return opened[-1][1] if opened else None
 
 
-def _end_of_block(text: str, start: int) -> int | None:
-    depth = 0
-    for match in BRACES.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(match[0], 0)
-        if depth == 0 and match[0] == "}":
+def _start_of_block(code: str, start: int) -> int | None:
+    """Where the innermost block that is open at a place begins."""
+    opened: list[int] = []
+    for match in re.finditer("[{}]", code[:start]):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif opened:
+            opened.pop()
+    return opened[-1] if opened else None
+
+
+def _end_of_block(code: str, start: int, depth: int = 0) -> int | None:
+    """Where a block ends: the next one, or the one that so many blocks are open in already."""
+    for match in re.compile("[{}]").finditer(code, start):
+        depth += 1 if match[0] == "{" else -1
+        if depth == 0:
             return match.end()
     return None
-
-
-def _blank(match: re.Match[str]) -> str:
-    return _blanked(match[0])
 
 
 def _blanked(text: str) -> str:

@@ -10,7 +10,9 @@ from keyfold.counters.errors import BodyUnreadable
 
 Span = tuple[int, int]
 
-VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
+VARINT, FIXED64, LENGTH, GROUP, GROUP_END, FIXED32 = 0, 1, 2, 3, 4, 5
+# Of each kind of row, by its field, how a value is written that is not packed.
+UNPACKED = {1: FIXED32, 2: FIXED64, 3: FIXED32, 4: FIXED64}
 
 
 class RowPlace(Struct):
@@ -23,7 +25,7 @@ class RowPlace(Struct):
 class PackPlace(Struct):
     """Where the parts of one pack lie. A row of a kind that is unknown here is None."""
 
-    counter_ids: list[Span]
+    counter_ids: NDArray[np.uint64]
     keys: list[Span]
     rows: list[RowPlace | None]
 
@@ -31,8 +33,10 @@ class PackPlace(Struct):
 def packs(body: bytes) -> Iterator[PackPlace]:
     """The packs of a profile, and its older single counters as packs of one."""
     for number, kind, start, end in _fields(body, 0, len(body)):
-        if number in (3, 4) and kind == LENGTH:
+        if number == 3 and kind == LENGTH:
             yield _pack(body, start, end)
+        elif number == 4 and kind == LENGTH:
+            yield _counter(body, start, end)
 
 
 def varints(body: bytes, spans: list[Span]) -> NDArray[np.uint64]:
@@ -86,24 +90,38 @@ def encoded(value: int) -> bytes:
 
 
 def _pack(body: bytes, start: int, end: int) -> PackPlace:
-    place = PackPlace([], [], [])
+    ids, keys, rows = list[Span](), list[Span](), list[RowPlace | None]()
     for number, kind, first, last in _fields(body, start, end):
         if number == 1 and kind in (VARINT, LENGTH):
-            place.counter_ids.append((first, last))
+            ids.append((first, last))
         elif number == 2 and kind in (VARINT, LENGTH):
-            place.keys.append((first, last))
+            keys.append((first, last))
         elif number == 3 and kind == LENGTH:
-            place.rows.append(_row(body, first, last))
-    return place
+            rows.append(_row(body, [(first, last)]))
+    return PackPlace(varints(body, ids), keys, rows)
 
 
-def _row(body: bytes, start: int, end: int) -> RowPlace | None:
-    row: RowPlace | None = None
+def _counter(body: bytes, start: int, end: int) -> PackPlace:
+    """The older form, whose id and values are no lists: of several ids the last counts, values are put together."""
+    ids, keys, rows = list[Span](), list[Span](), list[Span]()
     for number, kind, first, last in _fields(body, start, end):
-        if 1 <= number <= 4 and kind == LENGTH:
+        if number == 1 and kind == VARINT:
+            ids = [(first, last)]
+        elif number == 2 and kind in (VARINT, LENGTH):
+            keys.append((first, last))
+        elif number == 3 and kind == LENGTH:
+            rows.append((first, last))
+    return PackPlace(varints(body, ids) if ids else np.zeros(1, np.uint64), keys, [_row(body, rows)])
+
+
+def _row(body: bytes, pieces: list[Span]) -> RowPlace | None:
+    row: RowPlace | None = None
+    for number, kind, first, last in (each for start, end in pieces for each in _fields(body, start, end)):
+        if number in UNPACKED and kind == LENGTH:
             if row is None or row.field != number:
                 row = RowPlace(number, [])  # the last kind that was written is the one that counts
-            row.spans += [(a, b) for inner, _, a, b in _fields(body, first, last) if inner == 1]
+            of_values = (LENGTH, UNPACKED[number])
+            row.spans += [(a, b) for inner, how, a, b in _fields(body, first, last) if inner == 1 and how in of_values]
     return row
 
 
@@ -112,20 +130,42 @@ def _fields(body: bytes, start: int, end: int) -> Iterator[tuple[int, int, int, 
     at = start
     while at < end:
         tag, at = _varint(body, at, end)
-        kind = tag & 7
-        if kind == VARINT:
-            first = at
-            _, at = _varint(body, at, end)
-        elif kind == LENGTH:
-            length, first = _varint(body, at, end)
-            at = first + length
-        elif kind in (FIXED64, FIXED32):
-            first, at = at, at + (8 if kind == FIXED64 else 4)
-        else:
-            raise BodyUnreadable(f"there is no wire type {kind} here")
-        if at > end:
-            raise BodyUnreadable("a field is cut off")
-        yield tag >> 3, kind, first, at
+        number, kind = tag >> 3, tag & 7
+        if number == 0:
+            raise BodyUnreadable("there is no field 0")
+        first, at = _content(body, at, end, kind) if kind != GROUP else (at, _group_end(body, at, end, number))
+        yield number, kind, first, at
+
+
+def _content(body: bytes, at: int, end: int, kind: int) -> Span:
+    """Where the content of a field begins and ends, by what stands behind its tag."""
+    first = at
+    if kind == VARINT:
+        _, at = _varint(body, at, end)
+    elif kind == LENGTH:
+        length, first = _varint(body, at, end)
+        at = first + length
+    elif kind in (FIXED64, FIXED32):
+        at += 8 if kind == FIXED64 else 4
+    else:
+        raise BodyUnreadable(f"there is no wire type {kind} here")
+    if at > end:
+        raise BodyUnreadable("a field is cut off")
+    return first, at
+
+
+def _group_end(body: bytes, at: int, end: int, number: int) -> int:
+    """Where a group ends, with the groups inside it. We have none: it is a field of a later format."""
+    opened = [number]
+    while opened:
+        tag, at = _varint(body, at, end)
+        if tag & 7 == GROUP:
+            opened.append(tag >> 3)
+        elif tag & 7 != GROUP_END:
+            _, at = _content(body, at, end, tag & 7)
+        elif opened.pop() != tag >> 3:
+            raise BodyUnreadable("a group ends that was not begun")
+    return at
 
 
 def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:

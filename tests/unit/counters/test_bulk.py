@@ -27,6 +27,7 @@ from keyfold.counters.errors import (
     ValueWrong,
 )
 from keyfold.counters.messages_pb2 import Profile
+from keyfold.counters.packs import read
 from tests.unit.counters.reference import Reference, Update
 
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
@@ -68,6 +69,8 @@ def _catalog(*more: Counter) -> Catalog:
 
 CATALOG = _catalog()
 WIDE = _catalog(_counter(BIG_ID, Kind.FLOAT))
+# Without a VF_FIXED64, so that the compiled checks judge the rows themselves.
+INEXACT = Catalog([counter for counter in CATALOG.counters.values() if counter.kind is not Kind.FIXED64])
 WRITABLE = [counter for counter in WIDE.counters.values() if not counter.no_operation]
 
 KEYS = st.sampled_from([0, 1, 2, 127, 128, 300, 2**56, 2**63, 2**64 - 1])
@@ -322,6 +325,21 @@ def test_many_keys_of_one_profile_are_put_in_order(kernel: KernelName) -> None:
 
 
 @pytest.mark.spec("CNT-15")
+@pytest.mark.skipif(not HAS_NUMBA, reason="the other kernel sorts")
+def test_keys_of_any_pattern_spread_over_the_table_of_a_profile() -> None:
+    """Where they share a place, a fold of many keys takes the square of their number."""
+    from keyfold.counters.bulk import by_numba
+
+    count, inverse = 4096, pow(0x9E3779B97F4A7C15, -1, 2**64)
+    patterns = [lambda j, by=by: j << by for by in (0, 16, 32, 40, 48)] + [lambda j: inverse * j, lambda j: -j]
+    for pattern in patterns:
+        keys = np.array([pattern(j) % 2**64 for j in range(count)], np.uint64)
+        for group in (0, 5):
+            places = by_numba._spread.py_func(keys, np.full(count, group, np.uint64)) & np.uint64(2 * count - 1)
+            assert len(np.unique(places)) > 0.7 * count  # of random ones, 0.787
+
+
+@pytest.mark.spec("CNT-15")
 @kernels
 def test_owned_rows_come_back_apart_and_are_never_folded(kernel: KernelName) -> None:
     rows = [(0, SPENT, 1, 1.0, 0), (0, SPENT, 2, math.nan, 0), (0, SPENT, 3, 1.0, 0)]
@@ -331,10 +349,43 @@ def test_owned_rows_come_back_apart_and_are_never_folded(kernel: KernelName) -> 
     assert list(_decoded(CATALOG, folded.bodies[0])[SPENT]) == [3]
 
 
+@pytest.mark.spec("CNT-15")
+@kernels
+@pytest.mark.parametrize("column", ["counter", "key", "value", "time", "count", "owner"])
+@pytest.mark.parametrize("catalog", [CATALOG, INEXACT], ids=["exact", "inexact"])
+def test_columns_of_different_lengths_are_refused_before_anything_is_read(
+    kernel: KernelName, column: str, catalog: Catalog
+) -> None:
+    updates = _updates([(0, SPENT, key, 1.0, 0) for key in range(5)], NOW, owner=[0] * 5)
+    if column != "owner":
+        updates.owner = None  # an owner sends the rows another way
+    for length in (4, 1):
+        setattr(updates, column, getattr(updates, column)[:length].copy())
+        with pytest.raises(ValueError, match="one length"):
+            fold(catalog, [b""], updates, now=NOW, kernel=kernel)
+
+
+@pytest.mark.spec("CNT-15")
+@kernels
+@pytest.mark.parametrize("profile", [-1, 1, 2**62])
+def test_a_row_of_a_profile_that_was_not_given_is_refused(kernel: KernelName, profile: int) -> None:
+    with pytest.raises(ValueError, match="outside the 1 bodies"):
+        fold(INEXACT, [b""], _updates([(profile, SPENT, 1, 1.0, 0)], NOW), now=NOW, kernel=kernel)
+
+
+@pytest.mark.spec("CNT-15")
+@kernels
+@pytest.mark.parametrize("cores", [0, -1])
+def test_a_fold_on_no_core_at_all_is_refused(kernel: KernelName, cores: int) -> None:
+    with pytest.raises(ValueError, match="cores"):
+        fold(INEXACT, [b""], _updates([(0, SPENT, 1, 1.0, 0)], NOW), now=NOW, kernel=kernel, cores=cores)
+
+
 @pytest.mark.spec("CNT-15", "CNT-03")
 @kernels
-def test_a_wrong_row_is_refused_by_name_and_the_others_are_folded(kernel: KernelName) -> None:
-    wrong: list[tuple[tuple[int, int, int, float, int], type[KeyfoldError]]] = [
+@pytest.mark.parametrize("catalog", [CATALOG, INEXACT], ids=["exact", "inexact"])
+def test_a_wrong_row_is_refused_by_name_and_the_others_are_folded(kernel: KernelName, catalog: Catalog) -> None:
+    every: list[tuple[tuple[int, int, int, float, int], type[KeyfoldError]]] = [
         ((0, 999, 1, 1.0, 0), CounterUnknown),
         ((0, 30, 1, 1.0, 0), CounterReadOnly),
         ((0, SPENT, 1, math.nan, 0), ValueWrong),
@@ -348,19 +399,21 @@ def test_a_wrong_row_is_refused_by_name_and_the_others_are_folded(kernel: Kernel
         ((0, SPENT, 1, 1.0, -DAY - 1), TimeWrong),
         ((0, SPENT, 1, 1.0, NOW - 2**32), TimeWrong),
     ]
-    rows = [row for row, _ in wrong] + [(0, SPENT, 9, 1.0, 0)]
-    updates = Updates(
-        profile=np.array([row[0] for row in rows]),
-        counter=np.array([row[1] for row in rows], np.uint64),
-        key=np.array([row[2] for row in rows], np.uint64),
-        value=np.array([row[3] for row in rows]),
-        time=np.array([NOW - row[4] for row in rows]),
-    )
-    folded = fold(CATALOG, [b""], updates, now=NOW, kernel=kernel)
-    assert {row: type(error) for row, error in folded.refused.items()} == {
-        row: error for row, (_, error) in enumerate(wrong)
-    }
-    assert list(_decoded(CATALOG, folded.bodies[0])) == [SPENT, 12]
+    wrong = [(row, error) for row, error in every if catalog is CATALOG or row[1] != OPENED]
+    for some in (wrong, *([each] for each in wrong)):  # alone, none hides that another is let through
+        rows = [row for row, _ in some] + [(0, SPENT, 9, 1.0, 0)]
+        updates = Updates(
+            profile=np.array([row[0] for row in rows]),
+            counter=np.array([row[1] for row in rows], np.uint64),
+            key=np.array([row[2] for row in rows], np.uint64),
+            value=np.array([row[3] for row in rows]),
+            time=np.array([NOW - row[4] for row in rows]),
+        )
+        folded = fold(catalog, [b""], updates, now=NOW, kernel=kernel)
+        assert {row: type(error) for row, error in folded.refused.items()} == {
+            row: error for row, (_, error) in enumerate(some)
+        }
+        assert list(_decoded(catalog, folded.bodies[0])) == [SPENT, 12]
 
 
 @pytest.mark.spec("CNT-15", "CNT-03")
@@ -420,6 +473,9 @@ def test_an_update_of_a_counter_in_a_kind_of_a_later_version_is_refused_and_noth
     assert b"\x7a\x03abc" in again.serialise()
 
 
+LATER_FIELD = b"\x7a\x03abc"  # number 15, three bytes: a body that begins so is folded by protobuf
+
+
 def _mutations() -> st.SearchStrategy[bytes]:
     body = _some_body()
     places = st.integers(0, len(body) - 1)
@@ -434,15 +490,41 @@ def _mutations() -> st.SearchStrategy[bytes]:
 @pytest.mark.spec("CNT-15", "CNT-09")
 @settings(max_examples=300, deadline=None)
 @given(st.lists(_mutations(), min_size=1, max_size=6))
-def test_no_body_crashes_a_fold_and_both_kernels_judge_it_alike(bodies: list[bytes]) -> None:
+def test_no_body_crashes_a_fold_and_both_kernels_and_the_slow_path_judge_it_alike(bodies: list[bytes]) -> None:
     rows = [(profile, SPENT, 1, 1.0, 0) for profile in range(len(bodies))]
     folds = [fold(CATALOG, bodies, _updates(rows, NOW), now=NOW, kernel=kernel) for kernel in KERNELS]
+    slow = fold(CATALOG, [LATER_FIELD + body for body in bodies], _updates(rows, NOW), now=NOW, kernel="numpy")
     for folded in folds:
         assert all(isinstance(error, PackWrong) for error in folded.broken.values())
         for profile in folded.broken:
             assert folded.bodies[profile] is bodies[profile]
-    assert folds[0].broken.keys() == folds[-1].broken.keys()
+        assert folded.broken.keys() == slow.broken.keys()
+        assert folded.dropped == slow.dropped
+        assert folded.expires_at.tolist() == slow.expires_at.tolist()
+        assert folded.bill == {each: pytest.approx(lost, rel=1e-6, nan_ok=True) for each, lost in slow.bill.items()}
+        for profile in set(range(len(bodies))) - folded.broken.keys():
+            left, right = (_all_values(each.bodies[profile]) for each in (folded, slow))
+            assert left == pytest.approx(right, rel=1e-6, nan_ok=True)
     assert folds[0].bodies == folds[-1].bodies
+
+
+def _all_values(body: bytes) -> dict[tuple[int, int], float]:
+    return {(counter_id, key): value for counter_id, key, value in read(body)}
+
+
+@pytest.mark.spec("CNT-18")
+@kernels
+def test_a_key_without_a_time_is_billed_alike_whatever_form_its_body_has(kernel: KernelName) -> None:
+    """To its counters with what they held, and not to the time counter, which never had it."""
+    catalog = _catalog(_counter(32, Kind.FLOAT, time_counter_id=30))
+    profile = Profile()
+    pack = profile.packed_counters.add(counter_ids=[30, 32], keys=[1, 2])
+    pack.values.add().fixed32_values.value.extend([0, 0])
+    pack.values.add().float_values.value.extend([1.0, 2.0])
+    body = profile.SerializeToString()
+    for bodies in ([body], [LATER_FIELD + body]):
+        folded = fold(catalog, bodies, _updates([(0, 32, 8, 1.0, 0), (0, 32, 9, 1.0, 0)], NOW), now=NOW, kernel=kernel)
+        assert folded.bill == {32: (3.0, 0.0)}
 
 
 @pytest.mark.spec("CNT-15", "CNT-09")

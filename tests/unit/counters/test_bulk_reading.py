@@ -1,6 +1,8 @@
 """Reading many profiles at once: what is passed on is what protobuf and `Counters` find, and the rest is left alone."""
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -277,3 +279,13 @@ def test_plans_and_layouts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_warming_needs_no_profile_and_no_counter(kernel: KernelName) -> None:
     reading.warm(CATALOG, kernel=kernel)
     reading.warm(Catalog([]), kernel=kernel)
+
+
+@kernels
+def test_a_catalog_that_nobody_uses_any_more_goes_with_all_that_was_worked_out_for_it(kernel: KernelName) -> None:
+    catalog = Catalog(list(CATALOG.counters.values()))
+    reading.read(catalog, [b""], frozenset({LONE}), NOW, kernel=kernel)
+    alive = weakref.ref(catalog)
+    del catalog
+    gc.collect()
+    assert alive() is None

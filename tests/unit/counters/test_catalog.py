@@ -15,6 +15,7 @@ from keyfold.counters.errors import CatalogWrong, CounterUnknown
 
 TEXT = EXAMPLE.read_text()
 HEAD = TEXT[: TEXT.index("enum CounterId {")]
+NAMES = ("CI_A", "CI_B", "CI_C", "CI_D", "CI_E")
 Written = Callable[..., Path]
 
 
@@ -35,7 +36,7 @@ def written(tmp_path: Path) -> Written:
     return write
 
 
-def value(name: str, number: int, **fields: object) -> str:
+def value(name: str, number: int | str, **fields: object) -> str:
     """One value of the enum; a wrong or missing field is what a test is about."""
     given = {"EngineNamespace": "EN_PAGE_ID", "ValueFunction": "VF_FLOAT", **fields}
     text = " ".join(f"{field}: {found}" for field, found in given.items() if found is not None)
@@ -193,6 +194,60 @@ def test_a_number_used_twice_is_reported_also_where_the_enum_allows_it(written: 
 
 
 @pytest.mark.spec("CNT-02")
+@pytest.mark.parametrize("between", ["\n", " ", " // like enum Foo {\n", ' /* enum Foo { " */ '])
+def test_every_number_that_is_used_twice_is_reported(written: Written, between: str) -> None:
+    values = [value(name, number) for name, number in zip(NAMES, (1, 1, 1, 2, 2), strict=True)]
+    file = written(between.join(values))
+    assert mistakes_of(lambda: load(file)) == [
+        "CI_B: the id 1 is that of CI_A already",
+        "CI_C: the id 1 is that of CI_A already",
+        "CI_E: the id 2 is that of CI_D already",
+    ]
+
+
+@pytest.mark.spec("CNT-02")
+def test_numbers_used_twice_in_several_enums_of_one_line_are_reported_with_what_else_is_wrong(written: Written) -> None:
+    twice = [value("CI_A", 1), value("CI_B", 1), value("CI_C", 2), value("CI_D", 2, EngineNamespace="EN_NOPE")]
+    inner = f"message Outer {{ enum One {{ {twice[0]} {twice[1]} }} enum Two {{ {twice[2]} {twice[3]} }} }}"
+    file = written(value("CI_E", 3, DecayFactor='"one"'), head=f"{HEAD}{inner}\n")
+    assert sorted(mistakes_of(lambda: load(file))) == [
+        "CI_B: the id 1 is that of CI_A already",
+        "CI_D: the id 2 is that of CI_C already",
+        "CI_D: unknown namespace EN_NOPE",
+        'CI_E: Expected double, got: "one"',
+    ]
+
+
+@pytest.mark.spec("CNT-02")
+@pytest.mark.parametrize(
+    ("number", "also"),
+    [
+        ("-5", ["CI_B: the id -5 is not a positive 64-bit number"]),
+        ("- 5", ["CI_B: the id -5 is not a positive 64-bit number"]),
+        ("0x10", []),
+        ("7 /* = 8 [ */", []),
+        ("7 // seven\n", []),
+    ],
+)
+def test_a_mistake_is_that_of_its_own_counter_however_the_number_is_written(
+    written: Written, number: str, also: list[str]
+) -> None:
+    file = written(value("CI_A", 1) + "\n" + value("CI_B", number, EngineNamespace="EN_NOPE"))
+    assert mistakes_of(lambda: load(file)) == [*also, "CI_B: unknown namespace EN_NOPE"]
+
+
+@pytest.mark.spec("CNT-02")
+def test_the_logs_of_a_counter_may_be_an_enum_and_are_read_as_names(written: Written) -> None:
+    enum = "enum InputType { redir = 1; visit = 2; }\n"
+    head = HEAD.replace("repeated string InputTypes", "repeated InputType InputTypes") + enum
+    catalog = load(written(value("CI_A", 1, InputTypes="[redir, visit]"), head=head))
+    assert catalog["CI_A"].input_types == ("redir", "visit")
+    numbers = HEAD.replace("repeated string InputTypes", "repeated int32 InputTypes")
+    file = written(value("CI_A", 1, InputTypes="[1, 2]"), head=numbers)
+    assert mistakes_of(lambda: load(file)) == ["CI_A: InputTypes cannot be [1, 2]"]
+
+
+@pytest.mark.spec("CNT-02")
 def test_what_the_compiler_cannot_read_is_reported_by_file_and_line(tmp_path: Path, written: Written) -> None:
     line, *_ = mistakes_of(lambda: load(written("CI_A = 1 [(CounterDescription = {}];")))
     assert line.startswith(f"catalog.proto, line {HEAD.count(chr(10)) + 2}: ")
@@ -208,6 +263,8 @@ def test_a_file_that_is_no_catalog_is_refused(tmp_path: Path, written: Written) 
     assert "neither" in mistakes_of(lambda: load(noise))[0]
     assert "no file" in mistakes_of(lambda: load(tmp_path / "absent.proto"))[0]
     assert "no enum value carries" in mistakes_of(lambda: load(written("CI_A = 1;")))[0]
+    file = written("CI_A = 1 [deprecated = true];", head='syntax = "proto2";\n')  # knows of no options of ours
+    assert "no enum value carries" in mistakes_of(lambda: load(file))[0]
 
 
 TIME = Counter(id=2, name="TIME", kind=Kind.FIXED32, namespace="EN_A")

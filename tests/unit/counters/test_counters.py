@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from keyfold.counters import Catalog, Counters, Kind, MutableCounters
 from keyfold.counters.catalog import Counter
 from keyfold.counters.errors import CounterOverflow, CounterReadOnly, CounterUnknown, TimeWrong, ValueWrong
-from keyfold.counters.model import decayed
+from keyfold.counters.messages_pb2 import Profile
+from keyfold.counters.model import FLOAT32_MAX, FLOAT64_MAX, decayed
 from tests.unit.counters.reference import Reference, Update
 
 NOW = 1_700_000_000
@@ -97,25 +98,19 @@ def test_any_history_folds_as_the_reference_says(history: list[list[Update]]) ->
 @settings(max_examples=80, deadline=None)
 @given(events=st.lists(UPDATES.filter(lambda u: u[3] > NOW - 4 * DAY), max_size=12), seed=st.integers(0, 2**32))
 def test_any_order_split_and_merge_gives_the_same_where_nothing_was_evicted(events: list[Update], seed: int) -> None:
-    events = [update for update in events if update[1] < 4]  # few keys, so that no cap is reached
+    # Few keys, so that no cap is reached; and nothing that a merge leaves behind.
+    events = [update for update in events if update[1] < 4 and update[0] != 40]
     rng = random.Random(seed)
     shuffled = rng.sample(events, len(events))
     cut = rng.randint(0, len(events))
     reference = Reference(CATALOG)
-    reference.commit([u for u in events if u[0] != 40], NOW)
-    reference.commits = 4
+    reference.commit(events, NOW)
+    reference.commits = len(events) + 2  # one for each update of one part, one for the other part, one for the merge
     one, other = folded([[u] for u in shuffled[:cut]], step=0), folded([shuffled[cut:]], step=0)
     merged = MutableCounters(CATALOG, b"", NOW)
     merged.absorb(Counters(CATALOG, one, NOW))
     merged.absorb(Counters(CATALOG, other, NOW))
-    found = {each: dict(merged.items(each)) for each in (1, 2, 3, 4, 20, 30)}
-    expected = reference.read(NOW)
-    sizes = reference.magnitudes()
-    for counter_id, keys in found.items():
-        for key, got in keys.items():
-            value = expected.get(counter_id, {}).get(key, (0, None))[0]
-            bound = (len(events) + 2) * 2**-24 * float(sizes.get((counter_id, key), 0))
-            assert abs(got.value - float(value)) <= bound + 1e-30
+    must_agree(merged.serialise(), reference, NOW)
 
 
 @pytest.mark.spec("CNT-04")
@@ -218,6 +213,19 @@ def test_each_kind_takes_only_what_it_can_keep() -> None:
 
 
 @pytest.mark.spec("CNT-03")
+@pytest.mark.parametrize("huge", [10**400, -(10**400), 10**5000], ids=["large", "negative", "unprintable"])
+def test_a_number_too_large_for_anything_is_refused_like_any_other(huge: int) -> None:
+    counters = MutableCounters(CATALOG, b"", NOW)
+    for counter_id in WRITABLE:
+        with pytest.raises(ValueWrong, match="not a number of"):
+            counters.update(counter_id, 1, huge, NOW)
+    with pytest.raises(ValueWrong, match="64-bit"):
+        counters.update(1, huge, 1.0, NOW)
+    with pytest.raises(TimeWrong, match="unix seconds"):
+        counters.update(1, 1, 1.0, huge)
+
+
+@pytest.mark.spec("CNT-03")
 @pytest.mark.parametrize("time", [0, -1, 2**32, NOW + DAY + 1, NOW * 1000])
 def test_a_time_that_cannot_be_kept_is_refused(time: int) -> None:
     with pytest.raises(TimeWrong):
@@ -240,6 +248,48 @@ def test_not_glued_counters_stay_behind_when_profiles_merge() -> None:
         merged.absorb(Counters(CATALOG, body, NOW))
     assert merged.get(1, 1) == 5.0
     assert merged.get(40, 1) == 0
+
+
+@pytest.mark.spec("CNT-05", "CNT-08")
+@pytest.mark.parametrize("cleaned", [False, True])
+def test_a_merge_does_not_depend_on_which_side_holds_an_expired_key(cleaned: bool) -> None:
+    old, new = folded([[(3, 7, 5, NOW - 29 * DAY)]]), folded([[(3, 7, 1, NOW)]])
+    now = NOW + 2 * DAY
+    for one, other in ((old, new), (new, old)):
+        merged = MutableCounters(CATALOG, one, now)
+        if cleaned:
+            merged.cleanup()
+        merged.absorb(Counters(CATALOG, other, now))
+        assert dict(merged.items(3)) == {7: (1, NOW)}
+        assert merged.bill.get(3, [0.0, 0.0])[1] == (5.0 if one is old else 0.0), "its own key expired, as in an update"
+        merged.cleanup()
+        assert dict(Counters(CATALOG, merged.serialise(), now).items(3)) == {7: (1, NOW)}
+
+
+@pytest.mark.spec("CNT-08")
+def test_what_has_expired_for_the_receiver_is_not_taken_over_whatever_the_other_thinks() -> None:
+    old = folded([[(3, 7, 5, NOW - 29 * DAY), (3, 8, 5, NOW - 27 * DAY)]])
+    merged = MutableCounters(CATALOG, b"", NOW + 2 * DAY)
+    merged.update(1, 9, 1.0, NOW)
+    merged.absorb(Counters(CATALOG, old))  # as of 1970, nothing has expired
+    assert merged.get(3, 7) == 0
+    merged.update(3, 7, 1, NOW)
+    merged.update(3, 8, 1, NOW)
+    assert (merged.get(3, 7), merged.get(3, 8)) == (1, 6)
+
+
+@pytest.mark.spec("CNT-03")
+def test_a_merged_sum_that_leaves_its_kind_stays_at_the_largest_number() -> None:
+    profile = Profile()
+    profile.packed_counters.add(counter_ids=[20], keys=[1]).values.add().double_values.value.extend([1.7e308])
+    pack = profile.packed_counters.add(counter_ids=[1, 10], keys=[1])
+    pack.values.add().float_values.value.extend([3.4e38])
+    pack.values.add().fixed32_values.value.extend([NOW])
+    merged = MutableCounters(CATALOG, b"", NOW)
+    for _ in range(2):
+        merged.absorb(Counters(CATALOG, profile.SerializeToString(), NOW))
+    merged.absorb_update(CATALOG[1], 1, 1e30, NOW)
+    assert (merged.get(20, 1), merged.get(1, 1)) == (FLOAT64_MAX, FLOAT32_MAX)
 
 
 @pytest.mark.spec("PRO-07")

@@ -23,6 +23,10 @@ def changed(*, count: dict[str, Any] | None = None, time: dict[str, Any] | None 
     return lint(OLD, Catalog(counters))
 
 
+def changed_to(**count: Any) -> Catalog:
+    return Catalog([msgspec.structs.replace(COUNT, **count), TIME, OTHER])
+
+
 @pytest.mark.spec("CNT-19")
 def test_the_same_catalog_or_another_description_changes_nothing() -> None:
     assert lint(OLD, OLD) == []
@@ -41,7 +45,7 @@ def test_the_same_catalog_or_another_description_changes_nothing() -> None:
         ({"not_glued": True}, "safe", "NotGlued set", "left out"),
         ({"idf": True}, "safe", "Idf set", "weighted"),
         ({"no_operation": True}, "safe", "NoOperation set", "may not write"),
-        ({"input_types": ()}, "safe", "InputTypes without redir", "no more events"),
+        ({"input_types": ()}, "safe", "InputTypes redir removed", "events of any log are counted from now on"),
         ({"input_types": ("redir", "visit")}, "safe", "InputTypes with visit", "from now on"),
     ],
 )
@@ -116,6 +120,19 @@ def test_lifting_a_restriction_is_a_leak(after: str | None, change: str) -> None
     (finding,) = lint(before, Catalog([msgspec.structs.replace(OTHER, restriction=after)]))
     assert (finding.severity, finding.change) == ("breaks", change)
     assert finding.effect.startswith("a leak")
+
+
+@pytest.mark.spec("CNT-19")
+def test_naming_logs_where_any_was_counted_leaves_the_others_out() -> None:
+    (finding,) = lint(changed_to(input_types=()), OLD)
+    assert (finding.severity, finding.change) == ("safe", "InputTypes redir added")
+    assert finding.effect == "no more events of other logs are counted"
+    both = changed_to(input_types=("redir", "visit"))
+    (finding,) = lint(both, OLD)
+    assert (finding.change, finding.effect) == (
+        "InputTypes without visit",
+        "no more events of these logs are counted",
+    )
 
 
 @pytest.mark.spec("CNT-19")

@@ -2,13 +2,15 @@
 
 import contextlib
 import random
+import struct
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyfold.counters import Counters, MutableCounters, arrays, read
+from keyfold.counters import Catalog, Counters, Kind, MutableCounters, arrays, read
+from keyfold.counters.bulk import reading as bulk
 from keyfold.counters.errors import (
     BodyUnreadable,
     CounterTwice,
@@ -23,9 +25,11 @@ from keyfold.counters.errors import (
     ValueNotFinite,
 )
 from keyfold.counters.messages_pb2 import CounterPack, Profile, ValueType
+from keyfold.counters.model import NEVER
 from keyfold.counters.packs import as_legacy
-from tests.unit.counters.test_counters import CATALOG, HISTORIES, NOW, folded
+from tests.unit.counters.test_counters import CATALOG, HISTORIES, NOW, counter, folded
 
+TIMELESS = counter(51, Kind.FIXED32)  # a time counter without limits
 BODY = folded([[(1, 5, 2.0, NOW), (2, 6, 3.0, NOW - 10), (20, 2**63, 1.5, NOW), (3, 5, 9, NOW)]])
 
 
@@ -75,6 +79,10 @@ def spoiled(how: str) -> bytes:
 def test_each_broken_invariant_has_its_own_error(how: str, error: type[PackWrong]) -> None:
     with pytest.raises(error):
         MutableCounters(CATALOG, spoiled(how), NOW).cleanup()
+    with pytest.raises(error):
+        list(Counters(CATALOG, spoiled(how), NOW).groups())
+    with pytest.raises(error):
+        MutableCounters(CATALOG, b"", NOW).absorb(Counters(CATALOG, spoiled(how), NOW))
 
 
 @pytest.mark.spec("CNT-09")
@@ -135,6 +143,97 @@ def test_the_array_reader_says_what_the_linear_reader_says(
         for k, v in zip(row.keys, row.values, strict=True)
     ]
     assert found == list(read(body, wanted))
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A field of bytes, or of a message."""
+    return bytes([number << 3 | 2, len(content)]) + content
+
+
+ROW = field(3, field(1, field(1, struct.pack("<f", 1.5))))
+PACK = field(3, field(1, b"\x01") + field(2, b"\x05") + ROW)
+
+
+@pytest.mark.spec("CNT-11", "CNT-12", "CNT-13")
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (PACK + b"\xa3\x06\x08\x01\x0b\x0c\xa4\x06", [(1, 5, 1.5)]),
+        (field(4, b"\x08\x01\x08\x02" + field(2, b"\x05") + ROW), [(2, 5, 1.5)]),
+        (field(4, b"\x08\x01" + field(2, b"\x05\x06") + ROW + ROW), [(1, 5, 1.5), (1, 6, 1.5)]),
+        (field(4, b"\x08\x01" + field(2, b"\x05") + field(3, field(2, field(1, bytes(8)))) + ROW), [(1, 5, 1.5)]),
+        (field(4, field(2, b"\x05") + ROW), [(0, 5, 1.5)]),
+        (field(4, b"\x08\x01" + field(2, b"\x05")), []),
+        (field(3, b"\x08\x01\x10\x05" + field(3, field(1, b"\x0d" + struct.pack("<f", 1.5)))), [(1, 5, 1.5)]),
+        (
+            field(
+                3,
+                field(1, b"\x01")
+                + field(2, b"\x05")
+                + field(3, field(1, field(1, struct.pack("<f", 1.5)) + b"\x08\x80\x80\x80\x01")),
+            ),
+            [(1, 5, 1.5)],
+        ),
+    ],
+    ids=[
+        "a group of a later format, with another in it",
+        "an id given twice: the last",
+        "values given twice: both",
+        "values of two kinds: the last",
+        "no id",
+        "no values",
+        "not packed",
+        "a field of the number of values and of another type",
+    ],
+)
+def test_the_array_reader_takes_every_spelling_that_protobuf_takes(
+    body: bytes, expected: list[tuple[int, int, float]]
+) -> None:
+    assert list(read(body)) == expected
+    assert listed(body) == expected
+
+
+def listed(body: bytes) -> list[tuple[int, int, float]]:
+    rows = arrays(body)
+    return [(row.counter_id, int(k), v.item()) for row in rows for k, v in zip(row.keys, row.values, strict=True)]
+
+
+@pytest.mark.spec("CNT-09", "CNT-12")
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xa3\x06",
+        b"\xa3\x06\xac\x06",
+        b"\xa4\x06",
+        b"\xa3\x06\x0a\x05\xa4\x06",
+        PACK + b"\x00\x01",
+        field(3, field(1, b"\x01") + field(2, b"") + field(3, field(1, field(1, b"")))),
+    ],
+    ids=["open", "closed by another", "never opened", "cut off inside", "no number", "no keys"],
+)
+def test_what_protobuf_refuses_the_array_reader_refuses(body: bytes) -> None:
+    for reader in (read, arrays):
+        with pytest.raises(PackWrong):
+            list(reader(body))
+
+
+@pytest.mark.spec("CNT-12")
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    changes=st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_size=1, max_size=3),
+)
+def test_of_any_body_that_the_linear_reader_takes_the_array_reader_says_the_same(
+    seed: int, changes: list[tuple[int, int]]
+) -> None:
+    body = bytearray(shuffled(BODY, seed))
+    for place, byte in changes:
+        body[place % len(body)] = byte
+    try:
+        expected = sorted(map(repr, read(bytes(body))))
+    except PackWrong:
+        return
+    assert sorted(map(repr, listed(bytes(body)))) == expected
 
 
 @pytest.mark.spec("CNT-12")
@@ -208,15 +307,46 @@ def test_a_counter_in_a_kind_of_a_later_version_is_not_written_and_its_siblings_
 @pytest.mark.spec("CNT-09", "CNT-13")
 def test_a_group_whose_times_are_in_a_kind_of_a_later_version_is_left_as_it_is() -> None:
     counters = MutableCounters(CATALOG, in_a_later_kind(10), NOW)
-    for counter in (1, 2, 3):
+    for each in (1, 2, 3):
         with pytest.raises(KindUnknown):
-            counters.update(counter, 5, 1, NOW)
+            counters.update(each, 5, 1, NOW)
     counters.update(20, 9, 1.0, NOW)
     counters.cleanup()
     after = Profile.FromString(counters.serialise())
     MutableCounters(CATALOG, after.SerializeToString(), NOW)
     assert Profile.FromString(in_a_later_kind(10)).packed_counters[0] in list(after.packed_counters)
     assert [list(pack.counter_ids) for pack in after.packed_counters].count([20]) == 1
+
+
+@pytest.mark.spec("CNT-03", "CNT-13")
+@pytest.mark.parametrize("counter_id", [1, 10])
+def test_a_merge_into_a_counter_in_a_kind_of_a_later_version_is_refused_whole(counter_id: int) -> None:
+    counters = MutableCounters(CATALOG, in_a_later_kind(counter_id), NOW)
+    with pytest.raises(KindUnknown, match="a kind of a later version"):
+        counters.absorb(Counters(CATALOG, BODY, NOW))
+    assert counters.serialise() == in_a_later_kind(counter_id)
+    counters.absorb(Counters(CATALOG, folded([[(20, 2**63, 1.0, NOW)]]), NOW))
+    assert MutableCounters(CATALOG, counters.serialise(), NOW).get(20, 2**63) == 2.5
+
+
+@pytest.mark.spec("CNT-09", "CNT-13")
+def test_what_is_under_times_in_a_kind_of_a_later_version_is_not_read_and_does_not_expire() -> None:
+    """With a limit or without: nobody here knows the time of any of it, and 0 would be an invented one."""
+    catalog = Catalog([*CATALOG.counters.values(), counter(50, Kind.FLOAT, decay=1.0, time_counter_id=51), TIMELESS])
+    profile = Profile()
+    pack = profile.packed_counters.add(counter_ids=[50, 51], keys=[1])
+    pack.values.add().float_values.value.extend([5.0])
+    pack.values.add().ParseFromString(b"\x7a\x03abc")
+    for body, ids in ((profile.SerializeToString(), (50, 51)), (in_a_later_kind(10), (1, 2, 3, 10))):
+        counters = MutableCounters(catalog, body, NOW)
+        for each in ids:
+            assert counters.find(each, 1) is None
+            assert counters.find(each, 5) is None
+            assert bulk.read(catalog, [body], frozenset({each}), NOW, kernel="numpy") == [None]
+        assert counters.expires_at == NEVER
+        merged = MutableCounters(catalog, b"", NOW)
+        merged.absorb(counters)
+        assert [group.id for group in merged.groups()] == ([20] if ids[0] == 1 else [])
 
 
 @pytest.mark.spec("CNT-13")

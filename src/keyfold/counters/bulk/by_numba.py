@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from keyfold.counters.bulk.checks import Checked, check
+from keyfold.counters.bulk.checks import Checked, check, check_lengths
 from keyfold.counters.bulk.columns import (
     FOREIGN,
     NEVER,
@@ -157,9 +157,9 @@ class Batch(Struct, kw_only=True):
 
 def checked(tables: Tables, updates: Updates, profiles: int, now: int, future_seconds_max: int, cores: int) -> Checked:
     """One look at each row; where one is refused or has an owner, or an exact number has to be made, arrays do it."""
+    check_lengths(updates)
     length = len(updates.profile)
-    columns = (updates.counter, updates.value, updates.time)
-    if updates.owner is not None or FIXED64 in tables.kinds or any(len(column) != length for column in columns):
+    if updates.owner is not None or FIXED64 in tables.kinds:
         return check(tables, updates, profiles, now, future_seconds_max, cores)
     profile, counter = np.ascontiguousarray(updates.profile), np.ascontiguousarray(updates.counter)
     value, time = np.ascontiguousarray(updates.value), np.ascontiguousarray(updates.time)
@@ -614,6 +614,14 @@ def _counter_time(rows: Rows, row: int) -> Any:
 
 
 @_compiled
+def _spread(key: np.uint64, group: np.uint64) -> Any:
+    """A hash any of whose bits will do: keys come in patterns, high bits alone among them."""
+    word = (key ^ (group * _MIX_GROUP)) * _MIX
+    word = (word ^ (word >> _HALF)) * _MIX_GROUP
+    return word ^ (word >> _HALF)
+
+
+@_compiled
 def _gather(rows: Rows, begin: int, end: int, known: Known, entries: Entries) -> int:
     """Make one entry of the rows of each group and key; how many."""
     size = _table_size(end - begin)
@@ -623,8 +631,7 @@ def _gather(rows: Rows, begin: int, end: int, known: Known, entries: Entries) ->
     for row in range(begin, end):
         counter, time = _counter_time(rows, row)
         group, key = known.group[counter], rows.words[row, KEY]
-        hashed = (key ^ (np.uint64(group) * _MIX_GROUP)) * _MIX
-        place = (hashed >> _HALF) & mask
+        place = _spread(key, np.uint64(group)) & mask
         entry = int(entries.table[place]) - 1
         while entry >= 0 and (entries.key[entry] != key or entries.group[entry] != group):
             place = (place + _ONE) & mask

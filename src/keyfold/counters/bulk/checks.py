@@ -28,7 +28,8 @@ class Checked(Struct, kw_only=True):
 
 def check(tables: Tables, updates: Updates, profiles: int, now: int, future_seconds_max: int, cores: int) -> Checked:
     """Look at every row once; messages are made only for the rows that are refused."""
-    _check_shapes(updates, profiles)
+    check_lengths(updates)
+    _check_profiles(updates, profiles)
     length = len(updates.profile)
     place, known = np.zeros(length, np.int32), np.zeros(length, np.bool_)
     value_wrong, bad = np.zeros(length, np.bool_), np.zeros(length, np.bool_)
@@ -71,12 +72,16 @@ def check(tables: Tables, updates: Updates, profiles: int, now: int, future_seco
     )
 
 
-def _check_shapes(updates: Updates, profiles: int) -> None:
+def check_lengths(updates: Updates) -> None:
+    """Before any compiled loop, which would read beyond the end of a column that is too short."""
     length = len(updates.profile)
     columns = (updates.counter, updates.key, updates.value, updates.time, updates.count, updates.owner)
     if any(column is not None and len(column) != length for column in columns):
         raise ValueError("the columns of a batch must have one length")
-    if length and not (int(updates.profile.min()) >= 0 and int(updates.profile.max()) < profiles):
+
+
+def _check_profiles(updates: Updates, profiles: int) -> None:
+    if len(updates.profile) and not (int(updates.profile.min()) >= 0 and int(updates.profile.max()) < profiles):
         raise ValueError(f"a row names a profile outside the {profiles} bodies given")
 
 

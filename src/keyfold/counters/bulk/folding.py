@@ -74,6 +74,8 @@ def fold(
 
     A large batch is folded on all cores that the process may use, or on so many; the bytes are the same.
     """
+    if cores is not None and cores < 1:
+        raise ValueError(f"a fold takes at least one of the cores, not {cores}")  # of no share, no row is looked at
     tables, with_kernel = tables_of(catalog), _kernel(kernel)
     cores = cores_for(len(updates.profile)) if cores is None else cores
     checked = with_kernel.checked(tables, updates, len(bodies), now, future_seconds_max, cores)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, islice
 from math import isfinite
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 from msgspec import Struct
@@ -48,7 +48,7 @@ class Layout(Struct, frozen=True):
 
     counter_ids: list[int]
     rows: list[tuple[int, Kind, str]]  # place, kind, name of the field
-    time_at: int = 0
+    time_at: int | None = None
     records_max: int | None = None
     expire_seconds: int | None = None
 
@@ -60,7 +60,7 @@ class Plan:
     """
 
     def __init__(self, catalog: Catalog, wanted: frozenset[int]) -> None:
-        self.catalog = catalog
+        self._catalog = ref(catalog)  # which the plans are kept by: one that held it would keep it for good
         self.wanted = wanted
         self.members = [
             [each for each in group.counter_ids if each in wanted] for group in catalog.groups.values()
@@ -74,6 +74,12 @@ class Plan:
         self.firsts: Ints = np.array([*accumulate(map(len, self.members), initial=0)], np.int64)
         self.shapes: dict[int, Shape] = {}
         self.layouts: dict[tuple[int, ...], Layout | None] = {}
+
+    @property
+    def catalog(self) -> Catalog:
+        catalog = self._catalog()
+        assert catalog is not None, "whoever reads holds the catalog"
+        return catalog
 
     def shape(self, code: int) -> Shape:
         """What the compiled loop means by a code."""
@@ -108,7 +114,7 @@ class Plan:
         return Layout(
             [each for _, each in picked],
             [(index, kind, NAMES[kind]) for (index, _), kind in zip(picked, kinds, strict=True)],
-            ids.index(group.time.id) if group.time else 0,
+            ids.index(group.time.id) if group.time else None,
             group.records_max,
             group.expire_seconds,
         )
@@ -322,9 +328,12 @@ def _by_protobuf(plan: Plan, body: bytes, now: int) -> list[Pack] | None:
         count = len(keys)
         if layout.records_max is not None and count > layout.records_max:
             return None
-        if layout.expire_seconds is not None:
+        if layout.time_at is not None:
+            # In a kind of a later version they look missing, and then nothing of the group is read.
             times = values[layout.time_at].fixed32_values.value[:]
-            if len(times) != count or min(times) < now - layout.expire_seconds:
+            if len(times) != count:
+                return None
+            if layout.expire_seconds is not None and min(times) < now - layout.expire_seconds:
                 return None
         rows: list[tuple[Kind, Sequence[Number]]] = []
         for index, kind, name in layout.rows:
