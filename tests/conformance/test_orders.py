@@ -996,6 +996,28 @@ def test_a_hook_on_the_application_gives_the_same_brand_live_and_in_history(tmp_
             orders.backfill(path, "phone_id")
 
 
+@pytest.mark.spec("ORD-02", "ORD-08")
+@pytest.mark.parametrize(
+    "given",
+    ["table.tariff.cases(('business', 'b'))", "table.tariff.nullif('econom')", "ibis.literal('')", "ibis.null('string')"],
+)
+def test_what_a_hook_leaves_without_a_value_is_unknown_as_of_live_orders(tmp_path: Path, given: str) -> None:
+    hooks = tmp_path / "hooks_without_values.py"
+    hooks.write_text(
+        "import ibis\n"
+        "from keyfold.orders.hooks import history\n"
+        "@history\n"
+        f"def bare(table): return table.mutate(tariff={given}, card_id=ibis.literal(''))\n"
+    )
+    sent = order("1", START - 1, {"phone_id": "p1", "card_id": "c1"}, tariff="econom")
+    path = write_history(tmp_path / "h.parquet", [sent])
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START), hooks=str(hooks)) as orders:
+        orders.backfill(path)
+        assert orders.cells() == recount([order("1", START - 1)], DIMENSIONS, list(ALL))
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        assert orders.total("phone_id", "p1", tariff="unknown") == 1, "whoever has no slice in memory reads it as well"
+
+
 # A new dimension --------------------------------------------------------------------------------------------------
 
 

@@ -333,25 +333,27 @@ def _named(unit: Unit, table: "ir.Table", names: Names) -> "ir.Table":
             place="history",
             hint=f"orders.units.{unit.name}.columns tells what they are called; there are {', '.join(table.columns)}",
         )
-    moment = found[CREATED_AT]
+    named = _normal(table.select(**found), names, {name: f"{columns.get(name, name)} ({name})" for name in found})
+    # Once more behind the hook: what it leaves without a value would be a slice that nobody can read.
+    hooked = _normal(_hooked(unit, named), names, {name: f"{name} of the hook" for name in (*found, BRAND)})
+    # Also behind it, as of live orders: it may be what makes an application one that has a brand.
+    return _branded(hooked, brands) if by_application else hooked
+
+
+def _normal(table: "ir.Table", names: Names, called: Mapping[str, str]) -> "ir.Table":
+    """Times as timestamps, all else as text, null where it is empty; a dimension without a value is `unknown`."""
+    given: dict[str, Any] = {name: table[name] for name in called if name in table.columns}
+    moment = given.pop(CREATED_AT)
     if moment.type().is_string():
-        found[CREATED_AT] = _time_of(moment)
+        moment = _time_of(moment)
     elif not moment.type().is_timestamp():
-        raise BadInput(f"{columns.get(CREATED_AT, CREATED_AT)} must be a timestamp", place="history")
-    for name, column in found.items():
+        raise BadInput(f"{called[CREATED_AT]} must be a timestamp", place="history")
+    for name, column in given.items():
         if column.type().is_floating():
-            raise BadInput(f"{columns.get(name, name)} ({name}) holds real numbers", place="history", hint=_FLOATING)
-    found[ORDER_ID] = found[ORDER_ID].cast("string")
-    for name in identities:
-        found[name] = found[name].cast("string").nullif("")
-    for name in (*dimensions, APPLICATION):
-        if name in found:
-            found[name] = found[name].cast("string").nullif("")
-            if name != APPLICATION:
-                found[name] = found[name].fill_null(UNKNOWN)
-    named = _hooked(unit, table.select(**found))
-    # Behind the hook, as of live orders: it may be what makes an application one that has a brand.
-    return _branded(named, brands) if by_application else named
+            raise BadInput(f"{called[name]} holds real numbers", place="history", hint=_FLOATING)
+    texts = {name: column.cast("string").nullif("") for name, column in given.items()}
+    known = {name: texts[name].fill_null(UNKNOWN) for name in names.dimensions if name in texts}
+    return table.mutate(**{CREATED_AT: moment, **texts, **known})
 
 
 def _hooked(unit: Unit, named: "ir.Table") -> "ir.Table":
