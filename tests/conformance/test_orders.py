@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -1016,6 +1018,59 @@ def test_what_a_hook_leaves_without_a_value_is_unknown_as_of_live_orders(tmp_pat
         assert orders.cells() == recount([order("1", START - 1)], DIMENSIONS, list(ALL))
     with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
         assert orders.total("phone_id", "p1", tariff="unknown") == 1, "whoever has no slice in memory reads it as well"
+
+
+def one_order(path: Path, **columns: Any) -> Path:
+    """A history of one order whose columns are of whatever type is given."""
+    table = pq.read_table(write_history(path, [order("1", START - 1, tariff="econom")]))
+    for name, values in columns.items():
+        table = table.set_column(table.schema.get_field_index(name), name, values)
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(table, path)
+    return path
+
+
+@pytest.mark.spec("ORD-08")
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        (pa.array([123.0]), "real numbers"),
+        (pa.array(["Пётр".encode()], pa.binary()), "binary"),
+        (pa.array([b"0" * 16], pa.binary(16)), "binary"),
+        (pa.array([Decimal("123.00")], pa.decimal128(20, 2)), "decimal(20, 2)"),
+        (pa.array([["p1", "p2"]]), "array<string>"),
+        (pa.array([datetime(2026, 1, 1, tzinfo=UTC)], pa.timestamp("us", "UTC")), "timestamp"),
+    ],
+)
+@pytest.mark.parametrize("name", ["user_phone_id", "performer_tariff_class"])
+def test_what_would_not_be_the_text_of_live_orders_is_refused(
+    tmp_path: Path, name: str, column: pa.Array, said: str
+) -> None:
+    path = one_order(tmp_path / "h.parquet", **{name: column})
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        with pytest.raises(BadInput) as error:
+            orders.backfill(path, "phone_id")
+        assert (name in error.value.detail, said in error.value.detail) == (True, True)
+        assert not orders.cells()
+
+
+@pytest.mark.spec("ORD-08")
+@pytest.mark.parametrize(
+    ("column", "identity"),
+    [
+        (pa.array(["007"]), "007"),
+        (pa.array(["p1"]).dictionary_encode(), "p1"),
+        (pa.array([7], pa.int16()), "7"),
+        (pa.array([2**64 - 1], pa.uint64()), "18446744073709551615"),
+        (pa.array([Decimal(12345678901234567890123)], pa.decimal128(38, 0)), "12345678901234567890123"),
+        (pa.array([True]), "true"),
+    ],
+)
+def test_text_and_whole_numbers_are_identities_as_they_are(tmp_path: Path, column: pa.Array, identity: str) -> None:
+    path = one_order(tmp_path / "h.parquet", user_phone_id=column)
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        orders.backfill(path, "phone_id")
+        assert orders.total("phone_id", identity) == 1
 
 
 # A new dimension --------------------------------------------------------------------------------------------------

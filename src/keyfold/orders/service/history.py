@@ -348,9 +348,8 @@ def _normal(table: "ir.Table", names: Names, called: Mapping[str, str]) -> "ir.T
         moment = _time_of(moment)
     elif not moment.type().is_timestamp():
         raise BadInput(f"{called[CREATED_AT]} must be a timestamp", place="history")
-    for name, column in given.items():
-        if column.type().is_floating():
-            raise BadInput(f"{called[name]} holds real numbers", place="history", hint=_FLOATING)
+    if wrong := [f"{called[name]} is {why}" for name, column in given.items() if (why := _why_not_text(column.type()))]:
+        raise BadInput("; ".join(wrong), place="history", hint=_AS_TEXT)
     texts = {name: column.cast("string").nullif("") for name, column in given.items()}
     known = {name: texts[name].fill_null(UNKNOWN) for name in names.dimensions if name in texts}
     return table.mutate(**{CREATED_AT: moment, **texts, **known})
@@ -388,7 +387,18 @@ def _time_of(text: Any) -> Any:
 
 
 _ZONE = r"\d:\d\d(:\d\d(\.\d+)?)?\s*([Zz]|[+-]\d\d(:?\d\d)?)$"  # behind a time of the day, or a date would end in one
-_FLOATING = "Write it as text, or as whole numbers that may be null: 123.0 would be another identity than 123"
+_AS_TEXT = "Write it as text, or as whole numbers that may be null: 123.0 would be another identity than 123"
+
+
+def _why_not_text(kind: Any) -> str:
+    """Why values of a type are not written as live orders write them; nothing where they are."""
+    if kind.is_floating():
+        return "of real numbers"
+    # Of a decimal whose scale nobody names, each value may have its own.
+    is_whole = kind.is_integer() or (kind.is_decimal() and kind.scale == 0)
+    if is_whole or kind.is_string() or kind.is_boolean() or kind.is_uuid() or kind.is_null():
+        return ""
+    return f"of the type {str(kind).removeprefix('!')}"
 
 
 def _column(table: "ir.Table", path: str) -> Any:
