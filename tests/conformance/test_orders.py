@@ -1001,7 +1001,12 @@ def test_a_hook_on_the_application_gives_the_same_brand_live_and_in_history(tmp_
 @pytest.mark.spec("ORD-02", "ORD-08")
 @pytest.mark.parametrize(
     "given",
-    ["table.tariff.cases(('business', 'b'))", "table.tariff.nullif('econom')", "ibis.literal('')", "ibis.null('string')"],
+    [
+        "table.tariff.cases(('business', 'b'))",
+        "table.tariff.nullif('econom')",
+        "ibis.literal('')",
+        "ibis.null('string')",
+    ],
 )
 def test_what_a_hook_leaves_without_a_value_is_unknown_as_of_live_orders(tmp_path: Path, given: str) -> None:
     hooks = tmp_path / "hooks_without_values.py"
@@ -1071,6 +1076,65 @@ def test_text_and_whole_numbers_are_identities_as_they_are(tmp_path: Path, colum
     with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
         orders.backfill(path, "phone_id")
         assert orders.total("phone_id", identity) == 1
+
+
+@pytest.mark.spec("ORD-08")
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (pa.array([123]), pa.array(["007"])),
+        (pa.array(["abc"]), pa.array([123])),
+        (pa.array([123]), pa.array([1.7])),
+        (pa.array(["x"]), pa.array([123.0])),
+        (pa.array(["x"]), pa.array([b"x"])),
+        (pa.array(["x"]), None),
+    ],
+)
+def test_files_whose_columns_differ_are_refused_by_their_names(
+    tmp_path: Path, first: pa.Array, second: pa.Array | None
+) -> None:
+    one_order(tmp_path / "1.parquet", user_phone_id=first)
+    other = one_order(
+        tmp_path / "2.parquet", id=pa.array(["2"]), user_phone_id=pa.array(["y"]) if second is None else second
+    )
+    if second is None:
+        pq.write_table(pq.read_table(other).drop(["user_phone_id"]), other)
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        with pytest.raises(BadInput) as error:
+            orders.backfill(tmp_path / "[12].parquet", "phone_id")
+        said = error.value.detail
+        assert all(each in said for each in ("user_phone_id", "1.parquet", "2.parquet"))
+        assert not orders.cells()
+        (done,) = orders.backfill(tmp_path / "[12].parquet", "card_id")
+        assert done.lacking == 0, "what is not read may be anything"
+
+
+@pytest.mark.spec("ORD-08")
+@pytest.mark.parametrize("at", [0, 1])
+def test_files_may_have_columns_of_nulls_and_numbers_of_other_widths(tmp_path: Path, at: int) -> None:
+    given = [
+        {"user_phone_id": pa.array([None], pa.null()), "user_uid": pa.array([7], pa.int16()), "id": pa.array(["1"])},
+        {"user_phone_id": pa.array(["007"]), "user_uid": pa.array([2**40]), "id": pa.array(["2"])},
+    ]
+    aware = pa.array([(START - 1) * 1000], pa.timestamp("ms", "UTC"))
+    one_order(tmp_path / "0.parquet", **given[at])
+    one_order(tmp_path / "1.parquet", **given[1 - at], created_proc=aware.cast(pa.timestamp("us")))
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        orders.backfill(tmp_path / "[01].parquet", "phone_id", "yandex_uid")
+        totals = [
+            orders.total(*each) for each in (("phone_id", "007"), ("yandex_uid", "7"), ("yandex_uid", str(2**40)))
+        ]
+        assert totals == [1, 1, 1]
+
+
+@pytest.mark.spec("ORD-08")
+@pytest.mark.parametrize("folder", ["performer_tariff_class=gold", "user_phone_id=p2", "[a]", "a*b", "a'b"])
+def test_the_names_of_folders_change_nothing_of_what_lies_in_them(tmp_path: Path, folder: str) -> None:
+    (tmp_path / folder).mkdir()
+    path = one_order(tmp_path / folder / "1.parquet")
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        orders.backfill(path, "phone_id")
+        assert orders.total("phone_id", "p1", tariff="econom") == 1
 
 
 # A new dimension --------------------------------------------------------------------------------------------------

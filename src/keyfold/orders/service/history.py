@@ -269,7 +269,8 @@ def opened(unit: Unit, where: "str | ir.Table", names: Names, source: str = "") 
         # Two tables cannot be told apart: a run that was stopped begins anew, unless the caller says which this is.
         return History(unit, where, names, source or uuid.uuid4().hex, (lambda: source) if source else None)
     paths = _files(where)
-    table = _parquet(paths, unit.settings.history_megabytes_max)
+    is_one_schema = _must_be_alike(paths, [names.columns.get(name, name) for name in _wanted(unit, names)])
+    table = _parquet(paths, unit.settings.history_megabytes_max, by_name=not is_one_schema)
     return History(unit, table, names, _stamp(paths), lambda: _stamp(paths))
 
 
@@ -296,32 +297,103 @@ def _files(where: str) -> list[Path]:
     return paths
 
 
-def _parquet(paths: Sequence[Path], megabytes_max: int) -> "ir.Table":
+def _must_be_alike(paths: Sequence[Path], columns: Sequence[str]) -> bool:
+    """Refuse files that mean different things by one column; whether it is of the very same type in all of them.
+
+    The engine would make the values of all files those of one type: 7 of "007", "123.0" of 123.0.
+    """
+    kinds: dict[str, dict[str, Path]] = {name: {} for name in columns}  # each with the first file that has it
+    types: set[tuple[str, ...]] = set()
+    for path in paths:
+        found = {name: _field(_schema(path), name) for name in columns}
+        types.add(tuple(str(each) for each in found.values()))
+        for name, kind in found.items():
+            if (said := _kind(kind)) is not None:
+                kinds[name].setdefault(said, path)
+    differing = [
+        f"{name} is {', '.join(f'{kind} in {path}' for kind, path in files.items())}"
+        for name, files in kinds.items()
+        if len(files) > 1
+    ]
+    if differing:
+        raise BadInput(
+            f"the files differ: {'; '.join(differing)}", place="history", hint="Write all of them with the same types"
+        )
+    return len(types) == 1
+
+
+def _schema(path: Path) -> Any:
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_schema(path)
+    except Exception as error:
+        raise BadInput(f"the history cannot be read: {path}: {engines.first_line(error)}", place="history") from None
+
+
+def _field(schema: Any, path: str) -> Any:
+    """The type of a column of a file, or of a field of a struct; None where there is none."""
+    import pyarrow as pa
+
+    if path in schema.names:
+        return schema.field(path).type
+    first, _, rest = path.partition(".")
+    kind = schema.field(first).type if rest and first in schema.names else None
+    for name in rest.split("."):
+        if kind is None or not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
+            return None
+        kind = kind.field(name).type
+    return kind
+
+
+def _kind(kind: Any) -> str | None:
+    """What values of a type are, whatever their width; None where they are all null, and go with any."""
+    from pyarrow import types
+
+    if kind is None:
+        return "missing"
+    if types.is_dictionary(kind):
+        return _kind(kind.value_type)
+    if types.is_null(kind):
+        return None
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+        return "text"
+    if types.is_integer(kind) or (types.is_decimal(kind) and kind.scale == 0):
+        return "whole numbers"
+    return "times" if types.is_timestamp(kind) else str(kind)
+
+
+def _parquet(paths: Sequence[Path], megabytes_max: int, *, by_name: bool) -> "ir.Table":
     # What does not fit lies in a folder of its own, which goes with the connection.
     scratch = Path(tempfile.gettempdir()) / f"keyfold-history-{uuid.uuid4().hex}"
     connection = engines.duckdb_connection(megabytes_max, scratch)
+    files = [engines.exactly(str(path)) for path in paths]
     try:
-        return connection.read_parquet([str(path) for path in paths])
+        # A folder called tariff=gold would otherwise be the column of this name. By name, the types of all files are
+        # looked at and the widest are taken, not those of the first.
+        return connection.read_parquet(files, hive_partitioning=False, union_by_name=by_name)
     except Exception as error:
         raise BadInput(f"the history cannot be read: {engines.first_line(error)}", place="history") from None
 
 
+def _is_by_application(unit: Unit, names: Names) -> bool:
+    return BRAND in names.dimensions and bool(unit.settings.application_brands)
+
+
+def _wanted(unit: Unit, names: Names) -> list[str]:
+    """What has to be in history, by our names."""
+    every = [ORDER_ID, CREATED_AT, *names.identities, *names.dimensions]
+    if not _is_by_application(unit, names):
+        return every
+    return [*(name for name in every if name != BRAND), APPLICATION]
+
+
 def _named(unit: Unit, table: "ir.Table", names: Names) -> "ir.Table":
     """The columns under our names; all that are missing are told at once."""
-    identities, dimensions, columns = names.identities, names.dimensions, names.columns
-    brands = unit.settings.application_brands
-    by_application = BRAND in dimensions and bool(brands)
-    wanted = [
-        ORDER_ID,
-        CREATED_AT,
-        *identities,
-        *(name for name in dimensions if not (name == BRAND and by_application)),
-    ]
-    if by_application:
-        wanted.append(APPLICATION)
+    columns = names.columns
     found: dict[str, Any] = {}
     missing: list[str] = []
-    for name in wanted:
+    for name in _wanted(unit, names):
         column = _column(table, columns.get(name, name))
         if column is None:
             missing.append(f"{columns.get(name, name)} ({name})")
@@ -337,7 +409,7 @@ def _named(unit: Unit, table: "ir.Table", names: Names) -> "ir.Table":
     # Once more behind the hook: what it leaves without a value would be a slice that nobody can read.
     hooked = _normal(_hooked(unit, named), names, {name: f"{name} of the hook" for name in (*found, BRAND)})
     # Also behind it, as of live orders: it may be what makes an application one that has a brand.
-    return _branded(hooked, brands) if by_application else hooked
+    return _branded(hooked, unit.settings.application_brands) if _is_by_application(unit, names) else hooked
 
 
 def _normal(table: "ir.Table", names: Names, called: Mapping[str, str]) -> "ir.Table":
