@@ -1730,8 +1730,9 @@ def test_older_documents_are_imported_and_what_cannot_be_mapped_is_listed(store_
             {**DOCUMENT, "_id": ""},
             b"not json\n",
         ]
+        orders.clock.advance(3 * HOUR)
         done = import_documents(orders.store, orders.unit, "phone_id", lines(DOCUMENT, *wrong), "one")
-        assert (done.documents, done.orders, done.refused) == (1, 88, 5)
+        assert (done.documents, done.orders, done.refused, done.lacking) == (1, 88, 5, 5)
         assert not check(orders, identities={"phone_id": "late"}, fewer_than=1).allowed, (
             "what was refused is not counted"
         )
@@ -1797,3 +1798,102 @@ def test_import_and_backfill_exclude_each_other(store_url: str, tmp_path: Path) 
             import_documents(orders.store, orders.unit, "card_id", lines(DOCUMENT), "one")
     with opened(store_url, unit="food", mixed_brand="x") as food, pytest.raises(Conflict, match="counts live"):
         import_documents(food.store, food.unit, "phone_id", lines(DOCUMENT), "one")
+
+
+def half_imported(orders: Orders, source: str, *documents: Any) -> None:
+    """Import documents one by one, and be killed behind the second."""
+
+    def stop(done: int, what: str) -> None:
+        if done == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        import_documents(orders.store, orders.unit, "phone_id", lines(*documents), source, stop, documents_max=1)
+
+
+@pytest.mark.spec("ORD-13", "ORD-15")
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_half_an_import_is_not_made_whole_by_another_file(store_url: str, is_refused: bool) -> None:
+    with opened(store_url, start=iso(START), mixed_brand="yataxi") as orders:
+        orders.clock.advance(3 * HOUR)
+        second = {**DOCUMENT, "_id": "p2", **({"strange": 1} if is_refused else {})}
+        half = [{**DOCUMENT, "_id": "p1"}, second, {**DOCUMENT, "_id": "p3"}]
+        half_imported(orders, "half", *half)
+        done = import_documents(orders.store, orders.unit, "phone_id", lines({**DOCUMENT, "_id": "p4"}), "other")
+        assert (done.refused, done.lacking, is_complete(orders)) == (0, 1, False)
+        assert orders.total("phone_id", "p3") == 0
+        import_documents(orders.store, orders.unit, "phone_id", lines(*half), "half", is_settled=True)
+        assert orders.total("phone_id", "p3") == 88
+        assert is_complete(orders) is not is_refused
+
+
+@pytest.mark.spec("ORD-13", "ORD-15")
+def test_what_was_refused_is_lacking_at_once_also_where_all_was_complete(store_url: str) -> None:
+    with opened(store_url, start=iso(START), mixed_brand="yataxi") as orders:
+        orders.clock.advance(3 * HOUR)
+        import_documents(orders.store, orders.unit, "phone_id", lines(DOCUMENT), "one")
+        assert is_complete(orders)
+        half_imported(orders, "two", DOCUMENT, {**DOCUMENT, "strange": 1}, DOCUMENT)
+        assert not is_complete(orders)
+
+
+@pytest.mark.spec("ORD-15")
+def test_an_import_killed_at_every_commit_ends_exact_and_lists_all_that_was_refused(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [{**DOCUMENT, "_id": f"p{n:02}", **({"strange": 1} if n % 4 == 1 else {})} for n in range(12)]
+    with opened(store_url, start=iso(START), mixed_brand="yataxi") as orders:
+        orders.clock.advance(3 * HOUR)
+        real = orders.store.transact
+        left: list[int] = []
+
+        def transact(work: Any, **more: Any) -> Any:
+            found = real(work, **more)
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return found
+
+        monkeypatch.setattr(orders.store, "transact", transact)
+        for commits in range(100):
+            left[:] = [commits]
+            try:
+                size = 2 + commits % 3
+                done = import_documents(orders.store, orders.unit, "phone_id", lines(*given), "one", documents_max=size)
+                break
+            except Killed:
+                assert not is_complete(orders)
+        monkeypatch.undo()
+        assert commits > 3
+        assert (done.documents, done.orders, done.refused, done.lacking) == (9, 9 * 88, 3, 3)
+        assert [(each.line, each.identity) for each in done.refused_documents] == [(2, "p01"), (6, "p05"), (10, "p09")]
+        totals = [orders.total("phone_id", each["_id"]) for each in given]
+        assert totals == [0 if "strange" in each else 88 for each in given]
+
+
+@pytest.mark.spec("ORD-15")
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_an_import_of_which_nothing_was_taken_leaves_the_choice(
+    store_url: str, tmp_path: Path, is_killed: bool
+) -> None:
+    with opened(store_url, start=iso(START), mixed_brand="yataxi") as orders:
+        orders.clock.advance(3 * HOUR)
+        wrong = [{**DOCUMENT, "strange": n} for n in range(3)]
+        if is_killed:
+            half_imported(orders, "wrong", *wrong)
+        else:
+            done = import_documents(orders.store, orders.unit, "phone_id", lines(*wrong), "wrong")
+            assert (done.documents, done.refused, done.lacking) == (0, 3, 3)
+        assert not is_complete(orders)
+        path = write_history(tmp_path / "h.parquet", [order("1", START - 1)])
+        orders.backfill(path)
+        assert is_complete(orders)
+        with pytest.raises(Conflict, match="comes from backfill"):
+            import_documents(orders.store, orders.unit, "phone_id", lines(*wrong), "wrong")
+        assert switch(orders.store, orders.unit, "city") is not None, "nothing is left to finish"
+    with opened(store_url, unit="food", start=iso(START), mixed_brand="x") as food:
+        food.clock.advance(3 * HOUR)
+        import_documents(food.store, food.unit, "phone_id", lines(), "empty")
+        assert is_complete(food), "that there is nothing is an import as well"
+        with pytest.raises(Conflict, match="comes from import"):
+            food.backfill(path, "phone_id")

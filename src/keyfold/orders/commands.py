@@ -251,7 +251,8 @@ def import_(
     notes = []
     if done.lacking:
         notes = [
-            f"The history of {identity} is not complete: {done.lacking} documents were refused, or orders left to it.",
+            f"The history of {identity} is not complete: at least {done.lacking} documents or orders are not known to "
+            "be in it. They were refused, left to it, or in a file that was not imported to its end.",
             "When they are in, or to be left out, import the last file again, or an empty one, with --settled.",
         ]
     return Answer(data=done, table=rows, lines=[line], notes=notes, exit_code=1 if done.refused else 0)
