@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +23,7 @@ from keyfold.core.clock import ManualClock
 from keyfold.core.errors import BadInput, Conflict, LeaseLost, SettingsWrong, TooLarge
 from keyfold.core.relay import Relay
 from keyfold.core.store import Transaction
+from keyfold.core.times import iso as iso_us
 from keyfold.orders.model import CompletedOrder, DimensionPending, Identity, Property
 from keyfold.orders.service import reading, splitting, sweeping
 from keyfold.orders.service.backfilling import backfill
@@ -42,6 +43,7 @@ from tests.orders import DAY, HOUR, NOW, START, Orders, iso, opened, order, reco
 from tests.product import message, put, relay_all
 
 DIMENSIONS = ["tariff", "brand", "payment_method_type"]
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 ALL = {"phone_id": "p1", "yandex_uid": "u1", "card_id": "c1", "device_id": "d1"}
 
 
@@ -898,13 +900,55 @@ def test_a_new_identity_type_has_its_own_start_and_its_backfill_touches_nothing_
         assert orders.cells() == recount([*before, *between], DIMENSIONS, [*ALL, "mail"])
 
 
+@pytest.mark.spec("ORD-07", "ORD-09")
+def test_the_start_of_a_new_identity_type_is_a_whole_second(store_url: str) -> None:
+    with opened(store_url, clock=ManualClock(NOW * 1_000_000 + 734_512)) as orders:
+        kind = add_identity(orders.store, orders.unit, "mail")
+        lead = orders.unit.settings.start_lead_seconds_min + 60
+        assert kind.start_us == (NOW + lead + 1) * 1_000_000
+        assert add_identity(orders.store, orders.unit, "mail") == kind
+
+
+@pytest.mark.spec("ORD-07", "ORD-08")
+@pytest.mark.parametrize("unit_us", [1_000, 1_000_000, 60_000_000, 86_400_000_000])
+@pytest.mark.parametrize("is_text", [False, True])
+def test_times_too_coarse_to_tell_the_sides_of_the_start_are_refused(
+    tmp_path: Path, unit_us: int, is_text: bool
+) -> None:
+    start_us = START * 1_000_000 + 734_512
+    live = CompletedOrder("live", EPOCH + timedelta(microseconds=start_us + 300), {"phone_id": "p1"})
+    moments = [each // unit_us * unit_us for each in (start_us + 300, start_us - 3 * unit_us)]
+
+    def written(moments_us: list[int]) -> Path:
+        path = write_history(tmp_path / "h.parquet", [live, order("early", START - 9)])
+        table = pq.read_table(path)
+        times = pa.array(moments_us, pa.timestamp("us", "UTC"))
+        if is_text:
+            times = pa.array([iso_us(each) for each in moments_us])
+        pq.write_table(table.set_column(table.schema.get_field_index("created_proc"), "created_proc", times), path)
+        return path
+
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso_us(start_us)) as orders:
+        orders.clock.advance(3 * HOUR)
+        assert orders.count(live) == ["accepted"]
+        with pytest.raises(BadInput) as error:
+            orders.backfill(written(moments), "phone_id")
+        assert "1 orders" in error.value.detail
+        assert iso_us(moments[0]) in error.value.detail
+        assert orders.total("phone_id", "p1") == 1, "nothing was counted twice"
+        orders.backfill(written([start_us + 300, moments[1]]), "phone_id")
+        assert orders.total("phone_id", "p1") == 2
+        orders.backfill(written([moments[0] + unit_us, moments[1]]), "phone_id")
+        assert orders.total("phone_id", "p1") == 2, "coarse times elsewhere are no harm"
+
+
 @pytest.mark.parametrize(
     ("orders_given", "without", "said"),
     [
         (
             [order("1", START - 1), order("2", START - 1)],
             ["performer_tariff_class", "user_uid"],
-            "performer_tariff_class (tariff)",
+            "lacks columns: user_uid (yandex_uid), performer_tariff_class (tariff)",
         ),
         (
             [order("1", START - 1), order("1", START - 2), order("2", START - 3)],

@@ -31,6 +31,8 @@ COUNT, FROM, TO, SINGLE, LIVE = (f"{OWN_PREFIX}{name}" for name in ("count", "fr
 TEXT_MAX = 200
 SHOWN_MAX = 10
 BATCH_ROWS = 50_000
+# That times are cut to, by the names that the engines know.
+_UNITS_US = {"D": 86_400_000_000, "h": 3_600_000_000, "m": 60_000_000, "s": 1_000_000, "ms": 1_000}
 
 
 class HistoryCell(Struct, frozen=True, gc=False):
@@ -88,6 +90,39 @@ class History:
         wrong = [*no_times, *self._not_there(needed), *self._twice(), *self._unmapped(), *self._not_to_keep()]
         if wrong:
             raise BadInput("; ".join(wrong), place="history")
+
+    def must_tell_sides(self, kinds: Sequence[IdentityType]) -> None:
+        """Refuse times that are cut to a unit within which a type starts, where an order is at the cut.
+
+        It may have been created behind the start, and have counted live.
+        """
+        cuts_us = {start_us: self._cut_us(start_us) for start_us in {kind.start_us or 0 for kind in kinds}}
+        wrong = []
+        for kind in kinds:
+            cut_us = cuts_us[kind.start_us or 0]
+            if cut_us is not None and (count := self._count_at(kind, cut_us)):
+                wrong.append(f"{count} orders with {kind.name} have the time {iso(cut_us)}")
+        if wrong:
+            raise BadInput(
+                f"{'; '.join(wrong)}: history has no finer times, so nothing tells whether that was before the start",
+                place="history",
+                hint="Write their times as live orders have them",
+            )
+
+    def _count_at(self, kind: IdentityType, time_us: int) -> int:
+        orders = self._orders(kind, None)
+        return int(orders.filter(orders[CREATED_AT] == self._moment(time_us)).count().execute())
+
+    def _cut_us(self, start_us: int) -> int | None:
+        """What the start would be if it were cut as all times of history are; None where it would be the same."""
+        moment = self._table[CREATED_AT]
+        units = {name: unit_us for name, unit_us in _UNITS_US.items() if start_us % unit_us}
+        if not units:
+            return None
+        is_cut = self._table.agg(**{name: (moment.truncate(name) == moment).all() for name in units})
+        (found,) = is_cut.to_pyarrow().to_pylist()
+        cut_to_us = max((unit_us for name, unit_us in units.items() if found[name]), default=None)
+        return None if cut_to_us is None else start_us // cut_to_us * cut_to_us
 
     def must_be_same(self) -> None:
         """What was read of it is of one history."""

@@ -30,7 +30,9 @@ def add_identity(
         if why := why_not_name(name, [*state.by_name, *state.dimensions]):
             raise BadInput(why)
         lead = unit.settings.start_lead_seconds_min
-        chosen = start_us if start_us is not None else tx.now_us + (lead + 60) * SECOND_US
+        # A whole second: history may have no finer times, and would have orders from behind the start before it.
+        soon_us = -(-tx.now_us // SECOND_US) * SECOND_US + (lead + 60) * SECOND_US
+        chosen = start_us if start_us is not None else soon_us
         must_lie_ahead(unit, chosen, tx.now_us, "start")
         added = IdentityType(name, 1 + max(each.type_id for each in state.identities), chosen)
         columns = {**state.columns, **({name: column} if column else {})}
