@@ -1563,6 +1563,26 @@ def test_an_order_taken_back_while_history_is_counted_is_left_out_of_it(store_ur
         assert orders.cells() == recount([other], DIMENSIONS, ["mail"])
 
 
+@pytest.mark.spec("ORD-08", "ORD-13", "ORD-16")
+def test_an_order_that_was_taken_back_is_not_lacking_where_history_does_not_have_it(
+    store_url: str, tmp_path: Path
+) -> None:
+    with opened(store_url, identities=["phone_id"], mixed_brand="yataxi") as orders:
+        for name in ("mail", "card_id"):
+            add_identity(orders.store, orders.unit, name, START * 1_000_000)
+        orders.clock.advance(HOUR)
+        whose = {"phone_id": "p1", "mail": "m1", "card_id": "c1"}
+        refunded, other = order("1", NOW + HOUR, whose), order("2", NOW + HOUR, whose)
+        assert orders.count(refunded, other) == ["accepted", "accepted"]
+        assert take_back(orders, "1") == ["corrected"]
+        orders.clock.advance(2 * HOUR)
+        (done,) = orders.backfill(write_history(tmp_path / "h.parquet", [order("3", NOW, {"mail": "m2"})]), "mail")
+        assert (done.lacking_orders, is_complete(orders, "mail")) == (["2"], False)
+        (done,) = orders.backfill(write_history(tmp_path / "h.parquet", [other]), "mail")
+        assert (done.lacking, is_complete(orders, "mail")) == (0, True)
+        assert import_documents(orders.store, orders.unit, "card_id", lines(DOCUMENT), "one").left == 1
+
+
 @pytest.mark.spec("ORD-08", "ORD-09", "ORD-10", "ORD-16", "CORE-16")
 def test_no_read_holds_all_the_orders_that_were_ever_taken_back(
     store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

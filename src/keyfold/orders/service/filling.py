@@ -179,11 +179,21 @@ def look_anew(tx: Transaction, unit: Unit, kind: IdentityType) -> None:
 
 
 def left_to_history(store: Store, unit: Unit, kind: IdentityType) -> Iterator[list[str]]:
-    """The orders that arrived live and were left to the history of an identity type, in bounded pages."""
+    """The orders that arrived live and were left to the history of an identity type, in bounded pages.
+
+    Without those that were taken back since: whoever counts history leaves them out of it, so none is lacking.
+    """
     after: str | None = ""
     while after is not None:
         after, left = store.read(partial(_page_of_left, unit=unit, kind=kind, after=after))
-        yield left
+        yield store.read(partial(_not_taken_back, unit=unit, name=kind.name, order_ids=left))
+
+
+def _not_taken_back(tx: Transaction, unit: Unit, name: str, order_ids: Sequence[str]) -> list[str]:
+    if not order_ids or not unit.stood(tx).state.by_name[name].taken_back:
+        return list(order_ids)
+    taken_back = load(tx, unit.tables.corrections, {"order_id": list(order_ids)}, ())
+    return [each for each in order_ids if (each,) not in taken_back]
 
 
 def _page_of_left(tx: Transaction, unit: Unit, kind: IdentityType, after: str) -> tuple[str | None, list[str]]:
