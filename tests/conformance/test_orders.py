@@ -1,7 +1,9 @@
 """Order statistics on every store: each order once, the right cells, history beside live, dimensions added live."""
 
+import importlib
 import random
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -1546,6 +1548,41 @@ def test_a_run_that_was_stopped_does_not_go_on_by_other_rules(tmp_path: Path) ->
             switch(orders.store, orders.unit, "city")
         orders.backfill(path, "phone_id")
         assert [orders.total("phone_id", f"p{n}", brand="right") for n in range(6)] == [1] * 6
+
+
+@pytest.mark.spec("ORD-02", "ORD-08")
+@pytest.mark.parametrize("where", ["file", "module", "from another module"])
+def test_a_run_that_was_stopped_does_not_go_on_by_other_hooks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    url, name = f"sqlite:///{tmp_path / 'x.db'}", f"hooks_that_change_{len(where)}"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sent = [order(f"{n}", START - 9, {"phone_id": f"p{n}"}, tariff="Ee") for n in range(2)]
+    path = write_history(tmp_path / "h.parquet", sent)
+    hooks = str(tmp_path / f"{name}.py") if where == "file" else name
+
+    def write(change: str) -> None:
+        own = f"{name}_own" if where == "from another module" else name
+        (tmp_path / f"{name}.py").write_text(f"from {name}_own import change_case\n")
+        (tmp_path / f"{own}.py").write_text(
+            "from keyfold.orders.hooks import history\n"
+            "@history\n"
+            f"def change_case(table): return table.mutate(tariff=table.tariff.{change}())  # {change}\n"
+        )
+        importlib.invalidate_caches()
+        for each in (name, own):
+            sys.modules.pop(each, None)
+
+    def stop(done: int, what: str) -> None:
+        raise Killed
+
+    write("upper")
+    with opened(url, start=iso(START), hooks=hooks) as orders, pytest.raises(Killed):
+        orders.backfill(path, "phone_id", cells_max=1, report=stop)
+    write("lower")
+    with opened(url, start=iso(START), hooks=hooks) as orders:
+        orders.backfill(path, "phone_id", cells_max=1)
+        assert [orders.total("phone_id", f"p{n}", tariff="ee") for n in range(2)] == [1, 1]
 
 
 @pytest.mark.spec("ORD-08", "ORD-16")

@@ -317,9 +317,7 @@ def _stamp(paths: Sequence[Path]) -> str:
 
 def _read_by(unit: Unit, names: Names) -> str:
     """What decides, besides the table, what is read of it: where this has changed nothing is gone on with."""
-    hooks = Path(unit.settings.hooks)
-    text = hooks.read_text(encoding="utf-8") if hooks.suffix == ".py" and hooks.exists() else unit.settings.hooks
-    said = [names.columns, unit.settings.application_brands, text]
+    said = [names.columns, unit.settings.application_brands, unit.hooks.source]
     return hashlib.sha256(msgspec.json.encode(said, order="sorted")).hexdigest()[:16]
 
 
