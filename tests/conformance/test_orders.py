@@ -902,6 +902,33 @@ def test_a_new_identity_type_has_its_own_start_and_its_backfill_touches_nothing_
         assert orders.cells() == recount([*before, *between], DIMENSIONS, [*ALL, "mail"])
 
 
+@pytest.mark.spec("ORD-08", "ORD-09")
+def test_a_mistyped_column_of_an_identity_type_is_mended_by_asking_again(store_url: str, tmp_path: Path) -> None:
+    with opened(store_url, identities=["phone_id"]) as orders:
+        kind = add_identity(orders.store, orders.unit, "mail", START * 1_000_000, "mial")
+        orders.clock.advance(3 * HOUR)
+        path = write_history(tmp_path / "h.parquet", [order("1", NOW, {"mail": "m"}), order("2", NOW, {"mial": "n"})])
+        orders.backfill(path, "mail")
+        assert (orders.total("mail", "n"), is_complete(orders, "mail")) == (1, True)
+        assert (
+            add_identity(orders.store, orders.unit, "mail")
+            == orders.store.read(orders.unit.stood).state.by_name["mail"]
+        )
+        assert is_complete(orders, "mail"), "nothing was asked to change"
+        assert add_identity(orders.store, orders.unit, "mail", column="email").start_us == kind.start_us
+        assert not is_complete(orders, "mail"), "what was counted is of another column"
+        with pytest.raises(BadInput, match=r"lacks columns: email \(mail\)") as error:
+            orders.backfill(path, "mail")
+        assert "keyfold orders add-identity mail --column" in error.value.hint
+        add_identity(orders.store, orders.unit, "mail", column="mail")
+        orders.backfill(path, "mail")
+        assert [orders.total("mail", each) for each in "mn"] == [1, 0]
+        assert is_complete(orders, "mail")
+        assert switch(orders.store, orders.unit, "city") is not None
+        with pytest.raises(Conflict, match="is being added"):
+            add_identity(orders.store, orders.unit, "mail", column="other")
+
+
 @pytest.mark.spec("ORD-07", "ORD-09")
 def test_the_start_of_a_new_identity_type_is_a_whole_second(store_url: str) -> None:
     with opened(store_url, clock=ManualClock(NOW * 1_000_000 + 734_512)) as orders:

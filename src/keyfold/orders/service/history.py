@@ -53,6 +53,7 @@ class Names(Struct, frozen=True):
     identities: list[str]
     dimensions: list[str]
     columns: Mapping[str, str]
+    added: Sequence[str] = ()  # identity types whose columns were named by a command, not by the settings
 
 
 def names_of(unit: Unit, state: UnitState, identities: Sequence[str] | None = None) -> Names:
@@ -62,6 +63,7 @@ def names_of(unit: Unit, state: UnitState, identities: Sequence[str] | None = No
         every if identities is None else list(identities),
         list(state.dimensions),
         {**unit.settings.columns, **state.columns},
+        [name for name in every if name in state.columns],
     )
 
 
@@ -429,20 +431,29 @@ def _named(unit: Unit, table: "ir.Table", names: Names) -> "ir.Table":
     for name in _wanted(unit, names):
         column = _column(table, columns.get(name, name))
         if column is None:
-            missing.append(f"{columns.get(name, name)} ({name})")
+            missing.append(name)
         else:
             found[name] = column
     if missing:
         raise BadInput(
-            f"the history lacks columns: {', '.join(missing)}",
+            f"the history lacks columns: {', '.join(f'{columns.get(name, name)} ({name})' for name in missing)}",
             place="history",
-            hint=f"orders.units.{unit.name}.columns tells what they are called; there are {', '.join(table.columns)}",
+            hint=f"{_where_named(unit, names, missing)}; there are {', '.join(table.columns)}",
         )
     named = _normal(table.select(**found), names, {name: f"{columns.get(name, name)} ({name})" for name in found})
     # Once more behind the hook: what it leaves without a value would be a slice that nobody can read.
     hooked = _normal(_hooked(unit, named), names, {name: f"{name} of the hook" for name in (*found, BRAND)})
     # Also behind it, as of live orders: it may be what makes an application one that has a brand.
     return _branded(hooked, unit.settings.application_brands) if _is_by_application(unit, names) else hooked
+
+
+def _where_named(unit: Unit, names: Names, missing: Sequence[str]) -> str:
+    """Where it is told what history calls them."""
+    added = [name for name in missing if name in names.added]
+    said = [f"keyfold orders add-identity {name} --column COLUMN --unit {unit.name}" for name in added]
+    if len(added) < len(missing):
+        said.append(f"orders.units.{unit.name}.columns")
+    return f"{' and '.join(said)} tells what they are called"
 
 
 def _normal(table: "ir.Table", names: Names, called: Mapping[str, str]) -> "ir.Table":
