@@ -1955,6 +1955,15 @@ def test_half_an_import_is_not_made_whole_by_another_file(store_url: str, is_ref
         assert is_complete(orders) is not is_refused
 
 
+@pytest.mark.spec("ORD-15")
+@pytest.mark.parametrize("updated", ["-1d", "2h ago", " -0s ", "ISODate('-1d')", {"$date": "1w ago"}])
+def test_a_document_says_when_it_was_updated_not_how_long_ago(store_url: str, updated: Any) -> None:
+    given = {**DOCUMENT, "updated": updated, "created": updated}
+    with opened(store_url, start=iso(START), mixed_brand="yataxi") as orders:
+        done = import_documents(orders.store, orders.unit, "phone_id", lines(given), "one")
+        assert [each.reason for each in done.refused_documents] == ["created is not a time"]
+
+
 @pytest.mark.spec("ORD-13", "ORD-15")
 def test_what_was_refused_is_lacking_at_once_also_where_all_was_complete(store_url: str) -> None:
     with opened(store_url, start=iso(START), mixed_brand="yataxi") as orders:

@@ -35,6 +35,7 @@ from keyfold.orders.service.unit import Unit
 TARIFF = "tariff"
 DOCUMENTS_MAX = 1_000  # in one transaction
 SHOWN_MAX = 100
+_SPAN = re.compile(r"^\s*-|ago\s*$")
 _ISO_DATE = re.compile(r"^ISODate\(['\"](.+)['\"]\)$")
 
 
@@ -264,7 +265,11 @@ def _moment(document: Mapping[str, Any], name: str) -> int:
     if not isinstance(given, str):
         raise _Refused(f"{name} is not a time")
     wrapped = _ISO_DATE.match(given)
-    return moment_us(wrapped[1] if wrapped else given, 0)
+    text = wrapped[1] if wrapped else given
+    # A span before now is for people at a command line: in a file it would be another moment each day.
+    if _SPAN.search(text):
+        raise _Refused(f"{name} is not a time")
+    return moment_us(text, 0)
 
 
 def _step(
