@@ -31,6 +31,7 @@ from keyfold.orders.service import reading, splitting, sweeping
 from keyfold.orders.service.backfilling import backfill
 from keyfold.orders.service.checking import Check, Checked, check_orders, release
 from keyfold.orders.service.correcting import correct_orders
+from keyfold.orders.service.excluding import Excluded
 from keyfold.orders.service.history import History, names_of
 from keyfold.orders.service.history import opened as history_of
 from keyfold.orders.service.identities import add_identity
@@ -1019,6 +1020,29 @@ def test_text_that_is_no_time_is_told_with_its_column_before_anything_is_written
             orders.backfill(path)
         assert "the history cannot be read" in error.value.detail
         assert (str(path) in error.value.detail, "\n" in error.value.detail) == (True, False)
+
+
+@pytest.mark.spec("ORD-08", "CORE-13")
+def test_what_the_engine_cannot_compute_is_told_in_its_words(tmp_path: Path) -> None:
+    import ibis
+
+    connection = ibis.duckdb.connect()
+    write_history(tmp_path / "h.parquet", [order("1", START - 1, {"phone_id": "abc"})])
+    number = "* REPLACE (CAST(user_phone_id AS BIGINT) AS user_phone_id)"
+    connection.raw_sql(f"CREATE VIEW h AS SELECT {number} FROM read_parquet('{tmp_path / 'h.parquet'}')")
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        state = orders.store.read(orders.unit.stood).state
+        history = history_of(orders.unit, connection.table("h"), names_of(orders.unit, state))
+        asked: list[Callable[[], object]] = [
+            history.must_be_sound,
+            lambda: history.count_before_start(state.by_name["phone_id"]),
+            lambda: history.lacking(state.by_name["phone_id"], ["2"]),
+            lambda: list(history.cells(state.by_name["phone_id"], None, Excluded())),
+            lambda: history.identities_of(state.by_name["phone_id"], Excluded([["1"]]), Excluded(), None, 1),
+        ]
+        for ask in asked:
+            with pytest.raises(BadInput, match=r"duckdb failed: Conversion Error: .*abc"):
+                ask()
 
 
 @pytest.mark.spec("ORD-11", "ORD-08")

@@ -84,6 +84,7 @@ class History:
         self._time_column = names.columns.get(CREATED_AT, CREATED_AT)
         self._table = _named(unit, table, names)
 
+    @engines.failing("duckdb")
     def must_be_sound(self) -> None:
         """Refuse a table that cannot be counted exactly, with everything that is wrong with it."""
         # Where text is no time nothing was made of it, which is not to be told as a time that is not there.
@@ -93,6 +94,7 @@ class History:
         if wrong:
             raise BadInput("; ".join(wrong), place="history")
 
+    @engines.failing("duckdb")
     def must_tell_sides(self, kinds: Sequence[IdentityType]) -> None:
         """Refuse times that are cut to a unit within which a type starts, where an order is at the cut.
 
@@ -131,9 +133,11 @@ class History:
         if self._stamp is not None and self._stamp() != self._stamped:
             raise Conflict("the files of history have changed while they were read", hint="Run it again")
 
+    @engines.failing("duckdb")
     def count(self) -> int:
         return int(self._table.count().execute())
 
+    @engines.failing("duckdb")
     def count_before_start(self, kind: IdentityType) -> int:
         """How many orders of an identity type were created before its start."""
         orders = self._orders(kind, None)
@@ -185,6 +189,7 @@ class History:
         every = together.select(*columns).union(single.select(*columns))
         yield from self._streamed(every.order_by(kind.name), kind.name)
 
+    @engines.failing("duckdb")
     def lacking(self, kind: IdentityType, order_ids: Sequence[str]) -> list[str]:
         """Those of the orders that do not count for an identity type: they are not in the table, or otherwise there."""
         import ibis
@@ -196,6 +201,7 @@ class History:
         missing = wanted.anti_join(orders.filter(orders[CREATED_AT] < self._moment(kind.start_us or 0)), ORDER_ID)
         return sorted(missing.to_pyarrow()[ORDER_ID].to_pylist())
 
+    @engines.failing("duckdb")
     def identities_of(
         self, kind: IdentityType, excluded: Excluded, before: Excluded, after: str | None, limit: int
     ) -> list[str]:
@@ -227,7 +233,7 @@ class History:
     def _streamed(self, table: "ir.Table", identity: str) -> Iterator[HistoryCell]:
         import pyarrow as pa
 
-        with closing(table.to_pyarrow_batches(chunk_size=BATCH_ROWS)) as batches:
+        with engines.failing("duckdb"), closing(table.to_pyarrow_batches(chunk_size=BATCH_ROWS)) as batches:
             for batch in batches:
                 rows = {name: batch.column(name) for name in batch.schema.names}
                 dimensions = [rows[name].to_pylist() for name in self.dimensions]
