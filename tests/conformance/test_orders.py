@@ -1068,6 +1068,36 @@ def test_history_takes_the_brand_from_the_application_and_stops_at_one_that_has_
         }
 
 
+@pytest.mark.spec("ORD-11", "ORD-08")
+def test_without_an_application_the_brand_of_history_is_its_own_as_of_live_orders(tmp_path: Path) -> None:
+    def sent(prefix: str, created: float) -> list[CompletedOrder]:
+        return [
+            order(f"{prefix}1", created, brand="uber"),
+            order(f"{prefix}2", created, application="android"),
+            order(f"{prefix}3", created, application="android", brand="yataxi"),
+            order(f"{prefix}4", created),
+        ]
+
+    live, old = sent("live", START), sent("old", START - 1)
+    url, path = f"sqlite:///{tmp_path / 'x.db'}", tmp_path / "h.parquet"
+    with opened(url, start=iso(START), application_brands={"android": "yataxi"}) as orders:
+        orders.clock.advance(3 * HOUR)
+        orders.count(*live)
+        orders.backfill(write_history(path, old), "phone_id")
+        (read,) = orders.read(("phone_id", "p1"), group_by=["brand"])
+        assert {item.properties[0].value: item.counter_value for item in read.data} == {
+            "uber": 2,
+            "yataxi": 4,
+            "unknown": 2,
+        }
+        orders.backfill(write_history(path, old, without=["brand"]), "phone_id")
+        assert orders.total("phone_id", "p1", brand="uber") == 1, "history need not have a column of brands"
+        wrong = [*old, order("x", START - 1, application="android", brand="uber")]
+        assert orders.count(order("y", START, application="android", brand="uber")) == ["set_aside"]
+        with pytest.raises(BadInput, match="1 orders name another brand than that of their application: android, uber"):
+            orders.backfill(write_history(path, wrong), "phone_id")
+
+
 @pytest.mark.spec("ORD-02", "ORD-08", "ORD-11")
 def test_a_hook_on_the_application_gives_the_same_brand_live_and_in_history(tmp_path: Path) -> None:
     hooks = tmp_path / "hooks_of_applications.py"

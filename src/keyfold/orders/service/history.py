@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 CREATED_AT = "created_at"
 # Columns of our own beside those of users, whose names cannot begin like this.
-COUNT, FROM, TO, SINGLE, LIVE = (f"{OWN_PREFIX}{name}" for name in ("count", "from", "to", "single", "is_live"))
+COUNT, FROM, TO, SINGLE, LIVE, OTHER = (
+    f"{OWN_PREFIX}{name}" for name in ("count", "from", "to", "single", "is_live", "other_brand")
+)
 TEXT_MAX = 200
 SHOWN_MAX = 10
 BATCH_ROWS = 50_000
@@ -90,7 +92,8 @@ class History:
         # Where text is no time nothing was made of it, which is not to be told as a time that is not there.
         no_times = [*self._not_times()]
         needed = (ORDER_ID,) if no_times else (ORDER_ID, CREATED_AT)
-        wrong = [*no_times, *self._not_there(needed), *self._twice(), *self._unmapped(), *self._not_to_keep()]
+        wrong = [*no_times, *self._not_there(needed), *self._twice(), *self._unmapped(), *self._misbranded()]
+        wrong += self._not_to_keep()
         if wrong:
             raise BadInput("; ".join(wrong), place="history")
 
@@ -289,6 +292,16 @@ class History:
             shown = ", ".join(missing[:SHOWN_MAX]) + ", …" * (len(missing) > SHOWN_MAX)
             yield f"{len(missing)} applications have no brand: {shown}"
 
+    def _misbranded(self) -> Iterator[str]:
+        """Live such an order is set aside: its application belongs to one brand, and it says another."""
+        if OTHER not in self._table.columns:
+            return
+        wrong = self._table.filter(self._table[OTHER].notnull())
+        if count := int(wrong.count().execute()):
+            (shown,) = wrong.select(APPLICATION, OTHER).limit(1).to_pyarrow().to_pylist()
+            pair = f"{shown[APPLICATION]}, {shown[OTHER]}"
+            yield f"{count} orders name another brand than that of their application: {pair}"
+
     def _not_to_keep(self) -> Iterator[str]:
         """Values that no store takes: some would take a NUL, and fail in the middle."""
         # PostgreSQL has no text with a NUL, and its regular expressions know none.
@@ -312,7 +325,8 @@ def opened(unit: Unit, where: "str | ir.Table", names: Names, source: str = "") 
         # Two tables cannot be told apart: a run that was stopped begins anew, unless the caller says which this is.
         return History(unit, where, names, source or uuid.uuid4().hex, (lambda: source) if source else None)
     paths = _files(where)
-    is_one_schema = _must_be_alike(paths, [names.columns.get(name, name) for name in _wanted(unit, names)])
+    read = dict.fromkeys([*_wanted(unit, names), *names.dimensions])
+    is_one_schema = _must_be_alike(paths, [names.columns.get(name, name) for name in read])
     table = _parquet(paths, unit.settings.history_megabytes_max, by_name=not is_one_schema)
     return History(unit, table, names, _stamp(paths), lambda: _stamp(paths))
 
@@ -422,11 +436,11 @@ def _is_by_application(unit: Unit, names: Names) -> bool:
 
 
 def _wanted(unit: Unit, names: Names) -> list[str]:
-    """What has to be in history, by our names."""
+    """What has to be in history, by our names. Where there are applications it need not have brands as well."""
     every = [ORDER_ID, CREATED_AT, *names.identities, *names.dimensions]
     if not _is_by_application(unit, names):
         return every
-    return [*(name for name in every if name != BRAND), APPLICATION]
+    return [*(name for name in every if name != BRAND or BRAND in names.columns), APPLICATION]
 
 
 def _named(unit: Unit, table: "ir.Table", names: Names) -> "ir.Table":
@@ -440,6 +454,8 @@ def _named(unit: Unit, table: "ir.Table", names: Names) -> "ir.Table":
             missing.append(name)
         else:
             found[name] = column
+    if BRAND in names.dimensions and (brand := _column(table, columns.get(BRAND, BRAND))) is not None:
+        found[BRAND] = brand
     if missing:
         raise BadInput(
             f"the history lacks columns: {', '.join(f'{columns.get(name, name)} ({name})' for name in missing)}",
@@ -488,12 +504,14 @@ def _hooked(unit: Unit, named: "ir.Table") -> "ir.Table":
 
 
 def _branded(named: "ir.Table", brands: Mapping[str, str]) -> "ir.Table":
-    """With the brand of the application; without one, the brand that a hook has given, or none is known."""
+    """With the brand of the application; without one, the brand that history or a hook has given, or none is known."""
     import ibis
 
-    given = named[BRAND] if BRAND in named.columns else ibis.null("string")
+    given = named[BRAND] if BRAND in named.columns else ibis.literal(UNKNOWN)
     brand = named[APPLICATION].cases(*brands.items(), else_=None)
-    return named.mutate(**{BRAND: ibis.coalesce(brand, given, ibis.literal(UNKNOWN))})
+    is_other = brand.notnull() & (given != UNKNOWN) & (given != brand)
+    # Two columns of one statement: what is called brand here is still what was given.
+    return named.mutate(**{BRAND: ibis.coalesce(brand, given), OTHER: is_other.ifelse(given, None)})
 
 
 def _time_of(text: Any) -> Any:
