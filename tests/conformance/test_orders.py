@@ -1,11 +1,15 @@
 """Order statistics on every store: each order once, the right cells, history beside live, dimensions added live."""
 
+import importlib
 import random
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,11 +25,13 @@ from keyfold.core.clock import ManualClock
 from keyfold.core.errors import BadInput, Conflict, LeaseLost, SettingsWrong, TooLarge
 from keyfold.core.relay import Relay
 from keyfold.core.store import Transaction
+from keyfold.core.times import iso as iso_us
 from keyfold.orders.model import CompletedOrder, DimensionPending, Identity, Property
 from keyfold.orders.service import reading, splitting, sweeping
 from keyfold.orders.service.backfilling import backfill
 from keyfold.orders.service.checking import Check, Checked, check_orders, release
 from keyfold.orders.service.correcting import correct_orders
+from keyfold.orders.service.excluding import Excluded
 from keyfold.orders.service.history import History, names_of
 from keyfold.orders.service.history import opened as history_of
 from keyfold.orders.service.identities import add_identity
@@ -40,6 +46,7 @@ from tests.orders import DAY, HOUR, NOW, START, Orders, iso, opened, order, reco
 from tests.product import message, put, relay_all
 
 DIMENSIONS = ["tariff", "brand", "payment_method_type"]
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 ALL = {"phone_id": "p1", "yandex_uid": "u1", "card_id": "c1", "device_id": "d1"}
 
 
@@ -896,13 +903,82 @@ def test_a_new_identity_type_has_its_own_start_and_its_backfill_touches_nothing_
         assert orders.cells() == recount([*before, *between], DIMENSIONS, [*ALL, "mail"])
 
 
+@pytest.mark.spec("ORD-08", "ORD-09")
+def test_a_mistyped_column_of_an_identity_type_is_mended_by_asking_again(store_url: str, tmp_path: Path) -> None:
+    with opened(store_url, identities=["phone_id"]) as orders:
+        kind = add_identity(orders.store, orders.unit, "mail", START * 1_000_000, "mial")
+        orders.clock.advance(3 * HOUR)
+        path = write_history(tmp_path / "h.parquet", [order("1", NOW, {"mail": "m"}), order("2", NOW, {"mial": "n"})])
+        orders.backfill(path, "mail")
+        assert (orders.total("mail", "n"), is_complete(orders, "mail")) == (1, True)
+        assert (
+            add_identity(orders.store, orders.unit, "mail")
+            == orders.store.read(orders.unit.stood).state.by_name["mail"]
+        )
+        assert is_complete(orders, "mail"), "nothing was asked to change"
+        assert add_identity(orders.store, orders.unit, "mail", column="email").start_us == kind.start_us
+        assert not is_complete(orders, "mail"), "what was counted is of another column"
+        with pytest.raises(BadInput, match=r"lacks columns: email \(mail\)") as error:
+            orders.backfill(path, "mail")
+        assert "keyfold orders add-identity mail --column" in error.value.hint
+        add_identity(orders.store, orders.unit, "mail", column="mail")
+        orders.backfill(path, "mail")
+        assert [orders.total("mail", each) for each in "mn"] == [1, 0]
+        assert is_complete(orders, "mail")
+        assert switch(orders.store, orders.unit, "city") is not None
+        with pytest.raises(Conflict, match="is being added"):
+            add_identity(orders.store, orders.unit, "mail", column="other")
+
+
+@pytest.mark.spec("ORD-07", "ORD-09")
+def test_the_start_of_a_new_identity_type_is_a_whole_second(store_url: str) -> None:
+    with opened(store_url, clock=ManualClock(NOW * 1_000_000 + 734_512)) as orders:
+        kind = add_identity(orders.store, orders.unit, "mail")
+        lead = orders.unit.settings.start_lead_seconds_min + 60
+        assert kind.start_us == (NOW + lead + 1) * 1_000_000
+        assert add_identity(orders.store, orders.unit, "mail") == kind
+
+
+@pytest.mark.spec("ORD-07", "ORD-08")
+@pytest.mark.parametrize("unit_us", [1_000, 1_000_000, 60_000_000, 86_400_000_000])
+@pytest.mark.parametrize("is_text", [False, True])
+def test_times_too_coarse_to_tell_the_sides_of_the_start_are_refused(
+    tmp_path: Path, unit_us: int, is_text: bool
+) -> None:
+    start_us = START * 1_000_000 + 734_512
+    live = CompletedOrder("live", EPOCH + timedelta(microseconds=start_us + 300), {"phone_id": "p1"})
+    moments = [each // unit_us * unit_us for each in (start_us + 300, start_us - 3 * unit_us)]
+
+    def written(moments_us: list[int]) -> Path:
+        path = write_history(tmp_path / "h.parquet", [live, order("early", START - 9)])
+        table = pq.read_table(path)
+        times = pa.array(moments_us, pa.timestamp("us", "UTC"))
+        if is_text:
+            times = pa.array([iso_us(each) for each in moments_us])
+        pq.write_table(table.set_column(table.schema.get_field_index("created_proc"), "created_proc", times), path)
+        return path
+
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso_us(start_us)) as orders:
+        orders.clock.advance(3 * HOUR)
+        assert orders.count(live) == ["accepted"]
+        with pytest.raises(BadInput) as error:
+            orders.backfill(written(moments), "phone_id")
+        assert "1 orders" in error.value.detail
+        assert iso_us(moments[0]) in error.value.detail
+        assert orders.total("phone_id", "p1") == 1, "nothing was counted twice"
+        orders.backfill(written([start_us + 300, moments[1]]), "phone_id")
+        assert orders.total("phone_id", "p1") == 2
+        orders.backfill(written([moments[0] + unit_us, moments[1]]), "phone_id")
+        assert orders.total("phone_id", "p1") == 2, "coarse times elsewhere are no harm"
+
+
 @pytest.mark.parametrize(
     ("orders_given", "without", "said"),
     [
         (
             [order("1", START - 1), order("2", START - 1)],
             ["performer_tariff_class", "user_uid"],
-            "performer_tariff_class (tariff)",
+            "lacks columns: user_uid (yandex_uid), performer_tariff_class (tariff)",
         ),
         (
             [order("1", START - 1), order("1", START - 2), order("2", START - 3)],
@@ -946,6 +1022,29 @@ def test_text_that_is_no_time_is_told_with_its_column_before_anything_is_written
         assert (str(path) in error.value.detail, "\n" in error.value.detail) == (True, False)
 
 
+@pytest.mark.spec("ORD-08", "CORE-13")
+def test_what_the_engine_cannot_compute_is_told_in_its_words(tmp_path: Path) -> None:
+    import ibis
+
+    connection = ibis.duckdb.connect()
+    write_history(tmp_path / "h.parquet", [order("1", START - 1, {"phone_id": "abc"})])
+    number = "* REPLACE (CAST(user_phone_id AS BIGINT) AS user_phone_id)"
+    connection.raw_sql(f"CREATE VIEW h AS SELECT {number} FROM read_parquet('{tmp_path / 'h.parquet'}')")
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        state = orders.store.read(orders.unit.stood).state
+        history = history_of(orders.unit, connection.table("h"), names_of(orders.unit, state))
+        asked: list[Callable[[], object]] = [
+            history.must_be_sound,
+            lambda: history.count_before_start(state.by_name["phone_id"]),
+            lambda: history.lacking(state.by_name["phone_id"], ["2"]),
+            lambda: list(history.cells(state.by_name["phone_id"], None, Excluded())),
+            lambda: history.identities_of(state.by_name["phone_id"], Excluded([["1"]]), Excluded(), None, 1),
+        ]
+        for ask in asked:
+            with pytest.raises(BadInput, match=r"duckdb failed: Conversion Error: .*abc"):
+                ask()
+
+
 @pytest.mark.spec("ORD-11", "ORD-08")
 def test_history_takes_the_brand_from_the_application_and_stops_at_one_that_has_none(tmp_path: Path) -> None:
     sent = [
@@ -967,6 +1066,36 @@ def test_history_takes_the_brand_from_the_application_and_stops_at_one_that_has_
             "yango": 1,
             "unknown": 1,
         }
+
+
+@pytest.mark.spec("ORD-11", "ORD-08")
+def test_without_an_application_the_brand_of_history_is_its_own_as_of_live_orders(tmp_path: Path) -> None:
+    def sent(prefix: str, created: float) -> list[CompletedOrder]:
+        return [
+            order(f"{prefix}1", created, brand="uber"),
+            order(f"{prefix}2", created, application="android"),
+            order(f"{prefix}3", created, application="android", brand="yataxi"),
+            order(f"{prefix}4", created),
+        ]
+
+    live, old = sent("live", START), sent("old", START - 1)
+    url, path = f"sqlite:///{tmp_path / 'x.db'}", tmp_path / "h.parquet"
+    with opened(url, start=iso(START), application_brands={"android": "yataxi"}) as orders:
+        orders.clock.advance(3 * HOUR)
+        orders.count(*live)
+        orders.backfill(write_history(path, old), "phone_id")
+        (read,) = orders.read(("phone_id", "p1"), group_by=["brand"])
+        assert {item.properties[0].value: item.counter_value for item in read.data} == {
+            "uber": 2,
+            "yataxi": 4,
+            "unknown": 2,
+        }
+        orders.backfill(write_history(path, old, without=["brand"]), "phone_id")
+        assert orders.total("phone_id", "p1", brand="uber") == 1, "history need not have a column of brands"
+        wrong = [*old, order("x", START - 1, application="android", brand="uber")]
+        assert orders.count(order("y", START, application="android", brand="uber")) == ["set_aside"]
+        with pytest.raises(BadInput, match="1 orders name another brand than that of their application: android, uber"):
+            orders.backfill(write_history(path, wrong), "phone_id")
 
 
 @pytest.mark.spec("ORD-02", "ORD-08", "ORD-11")
@@ -994,6 +1123,145 @@ def test_a_hook_on_the_application_gives_the_same_brand_live_and_in_history(tmp_
         write_history(path, [order("early", START - 1, application="NEW")])
         with pytest.raises(BadInput, match="1 applications have no brand: new"):
             orders.backfill(path, "phone_id")
+
+
+@pytest.mark.spec("ORD-02", "ORD-08")
+@pytest.mark.parametrize(
+    "given",
+    [
+        "table.tariff.cases(('business', 'b'))",
+        "table.tariff.nullif('econom')",
+        "ibis.literal('')",
+        "ibis.null('string')",
+    ],
+)
+def test_what_a_hook_leaves_without_a_value_is_unknown_as_of_live_orders(tmp_path: Path, given: str) -> None:
+    hooks = tmp_path / "hooks_without_values.py"
+    hooks.write_text(
+        "import ibis\n"
+        "from keyfold.orders.hooks import history\n"
+        "@history\n"
+        f"def bare(table): return table.mutate(tariff={given}, card_id=ibis.literal(''))\n"
+    )
+    sent = order("1", START - 1, {"phone_id": "p1", "card_id": "c1"}, tariff="econom")
+    path = write_history(tmp_path / "h.parquet", [sent])
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START), hooks=str(hooks)) as orders:
+        orders.backfill(path)
+        assert orders.cells() == recount([order("1", START - 1)], DIMENSIONS, list(ALL))
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        assert orders.total("phone_id", "p1", tariff="unknown") == 1, "whoever has no slice in memory reads it as well"
+
+
+def one_order(path: Path, **columns: Any) -> Path:
+    """A history of one order whose columns are of whatever type is given."""
+    table = pq.read_table(write_history(path, [order("1", START - 1, tariff="econom")]))
+    for name, values in columns.items():
+        table = table.set_column(table.schema.get_field_index(name), name, values)
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(table, path)
+    return path
+
+
+@pytest.mark.spec("ORD-08")
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        (pa.array([123.0]), "real numbers"),
+        (pa.array(["Пётр".encode()], pa.binary()), "binary"),
+        (pa.array([b"0" * 16], pa.binary(16)), "binary"),
+        (pa.array([Decimal("123.00")], pa.decimal128(20, 2)), "decimal(20, 2)"),
+        (pa.array([["p1", "p2"]]), "array<string>"),
+        (pa.array([datetime(2026, 1, 1, tzinfo=UTC)], pa.timestamp("us", "UTC")), "timestamp"),
+    ],
+)
+@pytest.mark.parametrize("name", ["user_phone_id", "performer_tariff_class"])
+def test_what_would_not_be_the_text_of_live_orders_is_refused(
+    tmp_path: Path, name: str, column: pa.Array, said: str
+) -> None:
+    path = one_order(tmp_path / "h.parquet", **{name: column})
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        with pytest.raises(BadInput) as error:
+            orders.backfill(path, "phone_id")
+        assert (name in error.value.detail, said in error.value.detail) == (True, True)
+        assert not orders.cells()
+
+
+@pytest.mark.spec("ORD-08")
+@pytest.mark.parametrize(
+    ("column", "identity"),
+    [
+        (pa.array(["007"]), "007"),
+        (pa.array(["p1"]).dictionary_encode(), "p1"),
+        (pa.array([7], pa.int16()), "7"),
+        (pa.array([2**64 - 1], pa.uint64()), "18446744073709551615"),
+        (pa.array([Decimal(12345678901234567890123)], pa.decimal128(38, 0)), "12345678901234567890123"),
+        (pa.array([True]), "true"),
+    ],
+)
+def test_text_and_whole_numbers_are_identities_as_they_are(tmp_path: Path, column: pa.Array, identity: str) -> None:
+    path = one_order(tmp_path / "h.parquet", user_phone_id=column)
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        orders.backfill(path, "phone_id")
+        assert orders.total("phone_id", identity) == 1
+
+
+@pytest.mark.spec("ORD-08")
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (pa.array([123]), pa.array(["007"])),
+        (pa.array(["abc"]), pa.array([123])),
+        (pa.array([123]), pa.array([1.7])),
+        (pa.array(["x"]), pa.array([123.0])),
+        (pa.array(["x"]), pa.array([b"x"])),
+        (pa.array(["x"]), None),
+    ],
+)
+def test_files_whose_columns_differ_are_refused_by_their_names(
+    tmp_path: Path, first: pa.Array, second: pa.Array | None
+) -> None:
+    one_order(tmp_path / "1.parquet", user_phone_id=first)
+    other = one_order(
+        tmp_path / "2.parquet", id=pa.array(["2"]), user_phone_id=pa.array(["y"]) if second is None else second
+    )
+    if second is None:
+        pq.write_table(pq.read_table(other).drop(["user_phone_id"]), other)
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        with pytest.raises(BadInput) as error:
+            orders.backfill(tmp_path / "[12].parquet", "phone_id")
+        said = error.value.detail
+        assert all(each in said for each in ("user_phone_id", "1.parquet", "2.parquet"))
+        assert not orders.cells()
+        (done,) = orders.backfill(tmp_path / "[12].parquet", "card_id")
+        assert done.lacking == 0, "what is not read may be anything"
+
+
+@pytest.mark.spec("ORD-08")
+@pytest.mark.parametrize("at", [0, 1])
+def test_files_may_have_columns_of_nulls_and_numbers_of_other_widths(tmp_path: Path, at: int) -> None:
+    given = [
+        {"user_phone_id": pa.array([None], pa.null()), "user_uid": pa.array([7], pa.int16()), "id": pa.array(["1"])},
+        {"user_phone_id": pa.array(["007"]), "user_uid": pa.array([2**40]), "id": pa.array(["2"])},
+    ]
+    aware = pa.array([(START - 1) * 1000], pa.timestamp("ms", "UTC"))
+    one_order(tmp_path / "0.parquet", **given[at])
+    one_order(tmp_path / "1.parquet", **given[1 - at], created_proc=aware.cast(pa.timestamp("us")))
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        orders.backfill(tmp_path / "[01].parquet", "phone_id", "yandex_uid")
+        totals = [
+            orders.total(*each) for each in (("phone_id", "007"), ("yandex_uid", "7"), ("yandex_uid", str(2**40)))
+        ]
+        assert totals == [1, 1, 1]
+
+
+@pytest.mark.spec("ORD-08")
+@pytest.mark.parametrize("folder", ["performer_tariff_class=gold", "user_phone_id=p2", "[a]", "a*b", "a'b"])
+def test_the_names_of_folders_change_nothing_of_what_lies_in_them(tmp_path: Path, folder: str) -> None:
+    (tmp_path / folder).mkdir()
+    path = one_order(tmp_path / folder / "1.parquet")
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        orders.backfill(path, "phone_id")
+        assert orders.total("phone_id", "p1", tariff="econom") == 1
 
 
 # A new dimension --------------------------------------------------------------------------------------------------
@@ -1363,6 +1631,41 @@ def test_a_run_that_was_stopped_does_not_go_on_by_other_rules(tmp_path: Path) ->
         assert [orders.total("phone_id", f"p{n}", brand="right") for n in range(6)] == [1] * 6
 
 
+@pytest.mark.spec("ORD-02", "ORD-08")
+@pytest.mark.parametrize("where", ["file", "module", "from another module"])
+def test_a_run_that_was_stopped_does_not_go_on_by_other_hooks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    url, name = f"sqlite:///{tmp_path / 'x.db'}", f"hooks_that_change_{len(where)}"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sent = [order(f"{n}", START - 9, {"phone_id": f"p{n}"}, tariff="Ee") for n in range(2)]
+    path = write_history(tmp_path / "h.parquet", sent)
+    hooks = str(tmp_path / f"{name}.py") if where == "file" else name
+
+    def write(change: str) -> None:
+        own = f"{name}_own" if where == "from another module" else name
+        (tmp_path / f"{name}.py").write_text(f"from {name}_own import change_case\n")
+        (tmp_path / f"{own}.py").write_text(
+            "from keyfold.orders.hooks import history\n"
+            "@history\n"
+            f"def change_case(table): return table.mutate(tariff=table.tariff.{change}())  # {change}\n"
+        )
+        importlib.invalidate_caches()
+        for each in (name, own):
+            sys.modules.pop(each, None)
+
+    def stop(done: int, what: str) -> None:
+        raise Killed
+
+    write("upper")
+    with opened(url, start=iso(START), hooks=hooks) as orders, pytest.raises(Killed):
+        orders.backfill(path, "phone_id", cells_max=1, report=stop)
+    write("lower")
+    with opened(url, start=iso(START), hooks=hooks) as orders:
+        orders.backfill(path, "phone_id", cells_max=1)
+        assert [orders.total("phone_id", f"p{n}", tariff="ee") for n in range(2)] == [1, 1]
+
+
 @pytest.mark.spec("ORD-08", "ORD-16")
 def test_an_order_taken_back_while_history_is_counted_is_left_out_of_it(store_url: str, tmp_path: Path) -> None:
     with opened(store_url, identities=["phone_id"], start=iso(START)) as orders:
@@ -1376,6 +1679,26 @@ def test_an_order_taken_back_while_history_is_counted_is_left_out_of_it(store_ur
         assert done.orders == 1
         assert is_complete(orders, "mail")
         assert orders.cells() == recount([other], DIMENSIONS, ["mail"])
+
+
+@pytest.mark.spec("ORD-08", "ORD-13", "ORD-16")
+def test_an_order_that_was_taken_back_is_not_lacking_where_history_does_not_have_it(
+    store_url: str, tmp_path: Path
+) -> None:
+    with opened(store_url, identities=["phone_id"], mixed_brand="yataxi") as orders:
+        for name in ("mail", "card_id"):
+            add_identity(orders.store, orders.unit, name, START * 1_000_000)
+        orders.clock.advance(HOUR)
+        whose = {"phone_id": "p1", "mail": "m1", "card_id": "c1"}
+        refunded, other = order("1", NOW + HOUR, whose), order("2", NOW + HOUR, whose)
+        assert orders.count(refunded, other) == ["accepted", "accepted"]
+        assert take_back(orders, "1") == ["corrected"]
+        orders.clock.advance(2 * HOUR)
+        (done,) = orders.backfill(write_history(tmp_path / "h.parquet", [order("3", NOW, {"mail": "m2"})]), "mail")
+        assert (done.lacking_orders, is_complete(orders, "mail")) == (["2"], False)
+        (done,) = orders.backfill(write_history(tmp_path / "h.parquet", [other]), "mail")
+        assert (done.lacking, is_complete(orders, "mail")) == (0, True)
+        assert import_documents(orders.store, orders.unit, "card_id", lines(DOCUMENT), "one").left == 1
 
 
 @pytest.mark.spec("ORD-08", "ORD-09", "ORD-10", "ORD-16", "CORE-16")
@@ -1589,8 +1912,9 @@ def test_older_documents_are_imported_and_what_cannot_be_mapped_is_listed(store_
             {**DOCUMENT, "_id": ""},
             b"not json\n",
         ]
+        orders.clock.advance(3 * HOUR)
         done = import_documents(orders.store, orders.unit, "phone_id", lines(DOCUMENT, *wrong), "one")
-        assert (done.documents, done.orders, done.refused) == (1, 88, 5)
+        assert (done.documents, done.orders, done.refused, done.lacking) == (1, 88, 5, 5)
         assert not check(orders, identities={"phone_id": "late"}, fewer_than=1).allowed, (
             "what was refused is not counted"
         )
@@ -1656,3 +1980,111 @@ def test_import_and_backfill_exclude_each_other(store_url: str, tmp_path: Path) 
             import_documents(orders.store, orders.unit, "card_id", lines(DOCUMENT), "one")
     with opened(store_url, unit="food", mixed_brand="x") as food, pytest.raises(Conflict, match="counts live"):
         import_documents(food.store, food.unit, "phone_id", lines(DOCUMENT), "one")
+
+
+def half_imported(orders: Orders, source: str, *documents: Any) -> None:
+    """Import documents one by one, and be killed behind the second."""
+
+    def stop(done: int, what: str) -> None:
+        if done == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        import_documents(orders.store, orders.unit, "phone_id", lines(*documents), source, stop, documents_max=1)
+
+
+@pytest.mark.spec("ORD-13", "ORD-15")
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_half_an_import_is_not_made_whole_by_another_file(store_url: str, is_refused: bool) -> None:
+    with opened(store_url, start=iso(START), mixed_brand="yataxi") as orders:
+        orders.clock.advance(3 * HOUR)
+        second = {**DOCUMENT, "_id": "p2", **({"strange": 1} if is_refused else {})}
+        half = [{**DOCUMENT, "_id": "p1"}, second, {**DOCUMENT, "_id": "p3"}]
+        half_imported(orders, "half", *half)
+        done = import_documents(orders.store, orders.unit, "phone_id", lines({**DOCUMENT, "_id": "p4"}), "other")
+        assert (done.refused, done.lacking, is_complete(orders)) == (0, 1, False)
+        assert orders.total("phone_id", "p3") == 0
+        import_documents(orders.store, orders.unit, "phone_id", lines(*half), "half", is_settled=True)
+        assert orders.total("phone_id", "p3") == 88
+        assert is_complete(orders) is not is_refused
+
+
+@pytest.mark.spec("ORD-15")
+@pytest.mark.parametrize("updated", ["-1d", "2h ago", " -0s ", "ISODate('-1d')", {"$date": "1w ago"}])
+def test_a_document_says_when_it_was_updated_not_how_long_ago(store_url: str, updated: Any) -> None:
+    given = {**DOCUMENT, "updated": updated, "created": updated}
+    with opened(store_url, start=iso(START), mixed_brand="yataxi") as orders:
+        done = import_documents(orders.store, orders.unit, "phone_id", lines(given), "one")
+        assert [each.reason for each in done.refused_documents] == ["created is not a time"]
+
+
+@pytest.mark.spec("ORD-13", "ORD-15")
+def test_what_was_refused_is_lacking_at_once_also_where_all_was_complete(store_url: str) -> None:
+    with opened(store_url, start=iso(START), mixed_brand="yataxi") as orders:
+        orders.clock.advance(3 * HOUR)
+        import_documents(orders.store, orders.unit, "phone_id", lines(DOCUMENT), "one")
+        assert is_complete(orders)
+        half_imported(orders, "two", DOCUMENT, {**DOCUMENT, "strange": 1}, DOCUMENT)
+        assert not is_complete(orders)
+
+
+@pytest.mark.spec("ORD-15")
+def test_an_import_killed_at_every_commit_ends_exact_and_lists_all_that_was_refused(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [{**DOCUMENT, "_id": f"p{n:02}", **({"strange": 1} if n % 4 == 1 else {})} for n in range(12)]
+    with opened(store_url, start=iso(START), mixed_brand="yataxi") as orders:
+        orders.clock.advance(3 * HOUR)
+        real = orders.store.transact
+        left: list[int] = []
+
+        def transact(work: Any, **more: Any) -> Any:
+            found = real(work, **more)
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return found
+
+        monkeypatch.setattr(orders.store, "transact", transact)
+        for commits in range(100):
+            left[:] = [commits]
+            try:
+                size = 2 + commits % 3
+                done = import_documents(orders.store, orders.unit, "phone_id", lines(*given), "one", documents_max=size)
+                break
+            except Killed:
+                assert not is_complete(orders)
+        monkeypatch.undo()
+        assert commits > 3
+        assert (done.documents, done.orders, done.refused, done.lacking) == (9, 9 * 88, 3, 3)
+        assert [(each.line, each.identity) for each in done.refused_documents] == [(2, "p01"), (6, "p05"), (10, "p09")]
+        totals = [orders.total("phone_id", each["_id"]) for each in given]
+        assert totals == [0 if "strange" in each else 88 for each in given]
+
+
+@pytest.mark.spec("ORD-15")
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_an_import_of_which_nothing_was_taken_leaves_the_choice(
+    store_url: str, tmp_path: Path, is_killed: bool
+) -> None:
+    with opened(store_url, start=iso(START), mixed_brand="yataxi") as orders:
+        orders.clock.advance(3 * HOUR)
+        wrong = [{**DOCUMENT, "strange": n} for n in range(3)]
+        if is_killed:
+            half_imported(orders, "wrong", *wrong)
+        else:
+            done = import_documents(orders.store, orders.unit, "phone_id", lines(*wrong), "wrong")
+            assert (done.documents, done.refused, done.lacking) == (0, 3, 3)
+        assert not is_complete(orders)
+        path = write_history(tmp_path / "h.parquet", [order("1", START - 1)])
+        orders.backfill(path)
+        assert is_complete(orders)
+        with pytest.raises(Conflict, match="comes from backfill"):
+            import_documents(orders.store, orders.unit, "phone_id", lines(*wrong), "wrong")
+        assert switch(orders.store, orders.unit, "city") is not None, "nothing is left to finish"
+    with opened(store_url, unit="food", start=iso(START), mixed_brand="x") as food:
+        food.clock.advance(3 * HOUR)
+        import_documents(food.store, food.unit, "phone_id", lines(), "empty")
+        assert is_complete(food), "that there is nothing is an import as well"
+        with pytest.raises(Conflict, match="comes from import"):
+            food.backfill(path, "phone_id")

@@ -47,6 +47,9 @@ class Listed:
     def must_be_sound(self) -> None:
         assert len({each.order_id for each in self._orders}) == len(self._orders)
 
+    def must_tell_sides(self, kinds: Sequence[IdentityType]) -> None:
+        """Its times are those of the orders themselves."""
+
     def must_be_same(self) -> None:
         """It is a list of its own."""
 

@@ -251,7 +251,8 @@ def import_(
     notes = []
     if done.lacking:
         notes = [
-            f"The history of {identity} is not complete: {done.lacking} documents were refused, or orders left to it.",
+            f"The history of {identity} is not complete: at least {done.lacking} documents or orders are not known to "
+            "be in it. They were refused, left to it, or in a file that was not imported to its end.",
             "When they are in, or to be left out, import the last file again, or an empty one, with --settled.",
         ]
     return Answer(data=done, table=rows, lines=[line], notes=notes, exit_code=1 if done.refused else 0)
@@ -269,14 +270,15 @@ def add_identity(
 ) -> Answer:
     """Count by a further identity type.
 
-    Live from its start on; what was before by a backfill of this type alone.
+    Live from its start on; what was before by a backfill of this type alone. Run again, it can name another column.
     """
     from keyfold.orders.service.identities import add_identity as added
 
     context, own = _unit(ctx, unit)
     now_us = context.store.read(lambda tx: tx.now_us)
     kind = added(context.store, own, name, None if start is None else moment_us(start, now_us), column)
-    assert kind.start_us is not None
+    if kind.start_us is None:
+        return Answer(data=kind, lines=[f"{name} is there already: every order of it counts live."])
     line = f"{name} counts live orders created from {iso(kind.start_us)} on."
     after = f"After that: keyfold orders backfill --identity {name} --unit {unit} --from FILES"
     return Answer(data=kind, lines=[line, after])

@@ -3,7 +3,9 @@
 A hook of live orders needs one of history that does the same, or the two parts would count different things.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -33,19 +35,34 @@ def history(function: H) -> H:
 class Hooks:
     """The hooks of one unit."""
 
-    def __init__(self, completed: Completed | None = None, history: History | None = None) -> None:
+    def __init__(self, completed: Completed | None = None, history: History | None = None, source: str = "") -> None:
         self.completed = completed
         self.history = history
+        self.source = source  # what their modules say, as they were loaded
 
 
 def load(where: str, place: str) -> Hooks:
     """The hooks of a module; none where no module is named."""
     if not where:
         return Hooks()
-    found = _marked(modules.load(where, place))
+    module = modules.load(where, place)
+    found = _marked(module)
     if not found:
         raise SettingsWrong(f"there are no hooks in {where}", place=place, hint="Decorate functions with @completed")
-    return Hooks(found.get("completed"), found.get("history"))
+    return Hooks(found.get("completed"), found.get("history"), _source(module, found.values()))
+
+
+def _source(module: ModuleType, hooks: Iterable[Callable[..., Any]]) -> str:
+    """The text of the module, and of those that its hooks come from; of one that has none, its name."""
+    every = dict.fromkeys([module, *(sys.modules.get(each.__module__, module) for each in hooks)])
+    return "\n".join(_text(each) for each in every)
+
+
+def _text(module: ModuleType) -> str:
+    file = getattr(module, "__file__", None)
+    if not file:
+        return module.__name__
+    return Path(file).read_text(encoding="utf-8", errors="replace")
 
 
 def _marked(module: ModuleType) -> dict[str, Callable[..., Any]]:

@@ -21,6 +21,7 @@ from keyfold.orders.service.filling import (
     Report,
     behind,
     claim,
+    claimable,
     finish,
     history_part,
     left_to_history,
@@ -65,6 +66,7 @@ def backfill(
 ) -> list[Backfilled]:
     """Fill the history part of identity types, one after the other."""
     history.must_be_sound()
+    history.must_tell_sides(store.read(lambda tx: claimable(tx, unit, names, "backfill")))
     kinds = claim(store, unit, names, "backfill")
     done: list[Backfilled] = []
     for kind in kinds:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Literal
 
 import msgspec
 import sqlalchemy as sa
@@ -12,10 +13,13 @@ from keyfold.core.store import Store, Transaction, batch
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import increment, load
 from keyfold.orders.model import CompletedOrder, IdentityType, Slice, UnitState, micros
+from keyfold.orders.service.jobs import give_up
 from keyfold.orders.service.unit import Stood, Unit
 from keyfold.orders.tables import NEVER_FROM_US, NEVER_TO_US
 
 KEPT_ROWS = 50_000  # looked at in one read
+
+Source = Literal["backfill", "import"]
 
 
 class Filled(Struct, frozen=True, gc=False):
@@ -132,25 +136,35 @@ def whole_identities(cells: Iterable[Filled], cells_max: int) -> Iterator[list[F
         yield piece
 
 
-def claim(store: Store, unit: Unit, names: Sequence[str], source: str) -> list[IdentityType]:
+def claim(store: Store, unit: Unit, names: Sequence[str], source: Source) -> list[IdentityType]:
     """Say what fills the history part of identity types: backfill and import exclude each other."""
 
     def work(tx: Transaction) -> list[IdentityType]:
-        stood = unit.stood(tx)
-        must_not_be_splitting(stood.state)
-        types = [stood.state.identity(name, "identity") for name in names]
-        for kind in types:
-            if not kind.has_history:
-                raise Conflict(
-                    f"{kind.name} has no start: every order of it counts live, history would count them twice",
-                    hint="A start is set when the unit, or the identity type, is made",
-                )
-            if kind.source not in ("", source):
-                raise Conflict(f"the history of {kind.name} comes from {kind.source}, which excludes {source}")
-        _change(tx, unit, stood, {kind.name: {"source": source} for kind in types if kind.source != source})
+        types = claimable(tx, unit, names, source)
+        fresh = [kind.name for kind in types if kind.source != source]
+        _change(tx, unit, unit.stood(tx), {name: {"source": source} for name in fresh})
+        for name in fresh:
+            # The other may have been begun, and has filled nothing; now it never will.
+            give_up(tx, unit, f"{'import' if source == 'backfill' else 'backfill'} {name}")
         return [structs.replace(kind, source=source) for kind in types]
 
     return store.transact(work, name=f"claim {source}")
+
+
+def claimable(tx: Transaction, unit: Unit, names: Sequence[str], source: Source) -> list[IdentityType]:
+    """The identity types, where nothing else fills the history part of any."""
+    state = unit.stood(tx).state
+    must_not_be_splitting(state)
+    types = [state.identity(name, "identity") for name in names]
+    for kind in types:
+        if not kind.has_history:
+            raise Conflict(
+                f"{kind.name} has no start: every order of it counts live, history would count them twice",
+                hint="A start is set when the unit, or the identity type, is made",
+            )
+        if kind.source not in ("", source):
+            raise Conflict(f"the history of {kind.name} comes from {kind.source}, which excludes {source}")
+    return types
 
 
 def look_anew(tx: Transaction, unit: Unit, kind: IdentityType) -> None:
@@ -165,11 +179,21 @@ def look_anew(tx: Transaction, unit: Unit, kind: IdentityType) -> None:
 
 
 def left_to_history(store: Store, unit: Unit, kind: IdentityType) -> Iterator[list[str]]:
-    """The orders that arrived live and were left to the history of an identity type, in bounded pages."""
+    """The orders that arrived live and were left to the history of an identity type, in bounded pages.
+
+    Without those that were taken back since: whoever counts history leaves them out of it, so none is lacking.
+    """
     after: str | None = ""
     while after is not None:
         after, left = store.read(partial(_page_of_left, unit=unit, kind=kind, after=after))
-        yield left
+        yield store.read(partial(_not_taken_back, unit=unit, name=kind.name, order_ids=left))
+
+
+def _not_taken_back(tx: Transaction, unit: Unit, name: str, order_ids: Sequence[str]) -> list[str]:
+    if not order_ids or not unit.stood(tx).state.by_name[name].taken_back:
+        return list(order_ids)
+    taken_back = load(tx, unit.tables.corrections, {"order_id": list(order_ids)}, ())
+    return [each for each in order_ids if (each,) not in taken_back]
 
 
 def _page_of_left(tx: Transaction, unit: Unit, kind: IdentityType, after: str) -> tuple[str | None, list[str]]:
@@ -192,6 +216,13 @@ def finish(tx: Transaction, unit: Unit, kind: IdentityType, filled_at_us: int, l
     stood = unit.stood(tx)
     must_not_be_splitting(stood.state)
     _change(tx, unit, stood, {kind.name: {"filled_at_us": filled_at_us, "lacking": lacking}})
+
+
+def lack(tx: Transaction, unit: Unit, name: str, lacking: int) -> None:
+    """The history part of a type lacks at least so many, until somebody has filled it to its end."""
+    stood = unit.stood(tx)
+    if lacking > stood.state.by_name[name].lacking:
+        _change(tx, unit, stood, {name: {"lacking": lacking}})
 
 
 def must_not_be_splitting(state: UnitState) -> None:

@@ -27,10 +27,14 @@ if TYPE_CHECKING:
 
 CREATED_AT = "created_at"
 # Columns of our own beside those of users, whose names cannot begin like this.
-COUNT, FROM, TO, SINGLE, LIVE = (f"{OWN_PREFIX}{name}" for name in ("count", "from", "to", "single", "is_live"))
+COUNT, FROM, TO, SINGLE, LIVE, OTHER = (
+    f"{OWN_PREFIX}{name}" for name in ("count", "from", "to", "single", "is_live", "other_brand")
+)
 TEXT_MAX = 200
 SHOWN_MAX = 10
 BATCH_ROWS = 50_000
+# That times are cut to, by the names that the engines know.
+_UNITS_US = {"D": 86_400_000_000, "h": 3_600_000_000, "m": 60_000_000, "s": 1_000_000, "ms": 1_000}
 
 
 class HistoryCell(Struct, frozen=True, gc=False):
@@ -51,6 +55,7 @@ class Names(Struct, frozen=True):
     identities: list[str]
     dimensions: list[str]
     columns: Mapping[str, str]
+    added: Sequence[str] = ()  # identity types whose columns were named by a command, not by the settings
 
 
 def names_of(unit: Unit, state: UnitState, identities: Sequence[str] | None = None) -> Names:
@@ -60,6 +65,7 @@ def names_of(unit: Unit, state: UnitState, identities: Sequence[str] | None = No
         every if identities is None else list(identities),
         list(state.dimensions),
         {**unit.settings.columns, **state.columns},
+        [name for name in every if name in state.columns],
     )
 
 
@@ -80,23 +86,61 @@ class History:
         self._time_column = names.columns.get(CREATED_AT, CREATED_AT)
         self._table = _named(unit, table, names)
 
+    @engines.failing("duckdb")
     def must_be_sound(self) -> None:
         """Refuse a table that cannot be counted exactly, with everything that is wrong with it."""
         # Where text is no time nothing was made of it, which is not to be told as a time that is not there.
         no_times = [*self._not_times()]
         needed = (ORDER_ID,) if no_times else (ORDER_ID, CREATED_AT)
-        wrong = [*no_times, *self._not_there(needed), *self._twice(), *self._unmapped(), *self._not_to_keep()]
+        wrong = [*no_times, *self._not_there(needed), *self._twice(), *self._unmapped(), *self._misbranded()]
+        wrong += self._not_to_keep()
         if wrong:
             raise BadInput("; ".join(wrong), place="history")
+
+    @engines.failing("duckdb")
+    def must_tell_sides(self, kinds: Sequence[IdentityType]) -> None:
+        """Refuse times that are cut to a unit within which a type starts, where an order is at the cut.
+
+        It may have been created behind the start, and have counted live.
+        """
+        cuts_us = {start_us: self._cut_us(start_us) for start_us in {kind.start_us or 0 for kind in kinds}}
+        wrong = []
+        for kind in kinds:
+            cut_us = cuts_us[kind.start_us or 0]
+            if cut_us is not None and (count := self._count_at(kind, cut_us)):
+                wrong.append(f"{count} orders with {kind.name} have the time {iso(cut_us)}")
+        if wrong:
+            raise BadInput(
+                f"{'; '.join(wrong)}: history has no finer times, so nothing tells whether that was before the start",
+                place="history",
+                hint="Write their times as live orders have them",
+            )
+
+    def _count_at(self, kind: IdentityType, time_us: int) -> int:
+        orders = self._orders(kind, None)
+        return int(orders.filter(orders[CREATED_AT] == self._moment(time_us)).count().execute())
+
+    def _cut_us(self, start_us: int) -> int | None:
+        """What the start would be if it were cut as all times of history are; None where it would be the same."""
+        moment = self._table[CREATED_AT]
+        units = {name: unit_us for name, unit_us in _UNITS_US.items() if start_us % unit_us}
+        if not units:
+            return None
+        is_cut = self._table.agg(**{name: (moment.truncate(name) == moment).all() for name in units})
+        (found,) = is_cut.to_pyarrow().to_pylist()
+        cut_to_us = max((unit_us for name, unit_us in units.items() if found[name]), default=None)
+        return None if cut_to_us is None else start_us // cut_to_us * cut_to_us
 
     def must_be_same(self) -> None:
         """What was read of it is of one history."""
         if self._stamp is not None and self._stamp() != self._stamped:
             raise Conflict("the files of history have changed while they were read", hint="Run it again")
 
+    @engines.failing("duckdb")
     def count(self) -> int:
         return int(self._table.count().execute())
 
+    @engines.failing("duckdb")
     def count_before_start(self, kind: IdentityType) -> int:
         """How many orders of an identity type were created before its start."""
         orders = self._orders(kind, None)
@@ -148,6 +192,7 @@ class History:
         every = together.select(*columns).union(single.select(*columns))
         yield from self._streamed(every.order_by(kind.name), kind.name)
 
+    @engines.failing("duckdb")
     def lacking(self, kind: IdentityType, order_ids: Sequence[str]) -> list[str]:
         """Those of the orders that do not count for an identity type: they are not in the table, or otherwise there."""
         import ibis
@@ -159,6 +204,7 @@ class History:
         missing = wanted.anti_join(orders.filter(orders[CREATED_AT] < self._moment(kind.start_us or 0)), ORDER_ID)
         return sorted(missing.to_pyarrow()[ORDER_ID].to_pylist())
 
+    @engines.failing("duckdb")
     def identities_of(
         self, kind: IdentityType, excluded: Excluded, before: Excluded, after: str | None, limit: int
     ) -> list[str]:
@@ -190,7 +236,7 @@ class History:
     def _streamed(self, table: "ir.Table", identity: str) -> Iterator[HistoryCell]:
         import pyarrow as pa
 
-        with closing(table.to_pyarrow_batches(chunk_size=BATCH_ROWS)) as batches:
+        with engines.failing("duckdb"), closing(table.to_pyarrow_batches(chunk_size=BATCH_ROWS)) as batches:
             for batch in batches:
                 rows = {name: batch.column(name) for name in batch.schema.names}
                 dimensions = [rows[name].to_pylist() for name in self.dimensions]
@@ -246,6 +292,16 @@ class History:
             shown = ", ".join(missing[:SHOWN_MAX]) + ", …" * (len(missing) > SHOWN_MAX)
             yield f"{len(missing)} applications have no brand: {shown}"
 
+    def _misbranded(self) -> Iterator[str]:
+        """Live such an order is set aside: its application belongs to one brand, and it says another."""
+        if OTHER not in self._table.columns:
+            return
+        wrong = self._table.filter(self._table[OTHER].notnull())
+        if count := int(wrong.count().execute()):
+            (shown,) = wrong.select(APPLICATION, OTHER).limit(1).to_pyarrow().to_pylist()
+            pair = f"{shown[APPLICATION]}, {shown[OTHER]}"
+            yield f"{count} orders name another brand than that of their application: {pair}"
+
     def _not_to_keep(self) -> Iterator[str]:
         """Values that no store takes: some would take a NUL, and fail in the middle."""
         # PostgreSQL has no text with a NUL, and its regular expressions know none.
@@ -269,7 +325,9 @@ def opened(unit: Unit, where: "str | ir.Table", names: Names, source: str = "") 
         # Two tables cannot be told apart: a run that was stopped begins anew, unless the caller says which this is.
         return History(unit, where, names, source or uuid.uuid4().hex, (lambda: source) if source else None)
     paths = _files(where)
-    table = _parquet(paths, unit.settings.history_megabytes_max)
+    read = dict.fromkeys([*_wanted(unit, names), *names.dimensions])
+    is_one_schema = _must_be_alike(paths, [names.columns.get(name, name) for name in read])
+    table = _parquet(paths, unit.settings.history_megabytes_max, by_name=not is_one_schema)
     return History(unit, table, names, _stamp(paths), lambda: _stamp(paths))
 
 
@@ -281,9 +339,7 @@ def _stamp(paths: Sequence[Path]) -> str:
 
 def _read_by(unit: Unit, names: Names) -> str:
     """What decides, besides the table, what is read of it: where this has changed nothing is gone on with."""
-    hooks = Path(unit.settings.hooks)
-    text = hooks.read_text(encoding="utf-8") if hooks.suffix == ".py" and hooks.exists() else unit.settings.hooks
-    said = [names.columns, unit.settings.application_brands, text]
+    said = [names.columns, unit.settings.application_brands, unit.hooks.source]
     return hashlib.sha256(msgspec.json.encode(said, order="sorted")).hexdigest()[:16]
 
 
@@ -296,62 +352,145 @@ def _files(where: str) -> list[Path]:
     return paths
 
 
-def _parquet(paths: Sequence[Path], megabytes_max: int) -> "ir.Table":
+def _must_be_alike(paths: Sequence[Path], columns: Sequence[str]) -> bool:
+    """Refuse files that mean different things by one column; whether it is of the very same type in all of them.
+
+    The engine would make the values of all files those of one type: 7 of "007", "123.0" of 123.0.
+    """
+    kinds: dict[str, dict[str, Path]] = {name: {} for name in columns}  # each with the first file that has it
+    types: set[tuple[str, ...]] = set()
+    for path in paths:
+        found = {name: _field(_schema(path), name) for name in columns}
+        types.add(tuple(str(each) for each in found.values()))
+        for name, kind in found.items():
+            if (said := _kind(kind)) is not None:
+                kinds[name].setdefault(said, path)
+    differing = [
+        f"{name} is {', '.join(f'{kind} in {path}' for kind, path in files.items())}"
+        for name, files in kinds.items()
+        if len(files) > 1
+    ]
+    if differing:
+        raise BadInput(
+            f"the files differ: {'; '.join(differing)}", place="history", hint="Write all of them with the same types"
+        )
+    return len(types) == 1
+
+
+def _schema(path: Path) -> Any:
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_schema(path)
+    except Exception as error:
+        raise BadInput(f"the history cannot be read: {path}: {engines.first_line(error)}", place="history") from None
+
+
+def _field(schema: Any, path: str) -> Any:
+    """The type of a column of a file, or of a field of a struct; None where there is none."""
+    import pyarrow as pa
+
+    if path in schema.names:
+        return schema.field(path).type
+    first, _, rest = path.partition(".")
+    kind = schema.field(first).type if rest and first in schema.names else None
+    for name in rest.split("."):
+        if kind is None or not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
+            return None
+        kind = kind.field(name).type
+    return kind
+
+
+def _kind(kind: Any) -> str | None:
+    """What values of a type are, whatever their width; None where they are all null, and go with any."""
+    from pyarrow import types
+
+    if kind is None:
+        return "missing"
+    if types.is_dictionary(kind):
+        return _kind(kind.value_type)
+    if types.is_null(kind):
+        return None
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+        return "text"
+    if types.is_integer(kind) or (types.is_decimal(kind) and kind.scale == 0):
+        return "whole numbers"
+    return "times" if types.is_timestamp(kind) else str(kind)
+
+
+def _parquet(paths: Sequence[Path], megabytes_max: int, *, by_name: bool) -> "ir.Table":
     # What does not fit lies in a folder of its own, which goes with the connection.
     scratch = Path(tempfile.gettempdir()) / f"keyfold-history-{uuid.uuid4().hex}"
     connection = engines.duckdb_connection(megabytes_max, scratch)
+    files = [engines.exactly(str(path)) for path in paths]
     try:
-        return connection.read_parquet([str(path) for path in paths])
+        # A folder called tariff=gold would otherwise be the column of this name. By name, the types of all files are
+        # looked at and the widest are taken, not those of the first.
+        return connection.read_parquet(files, hive_partitioning=False, union_by_name=by_name)
     except Exception as error:
         raise BadInput(f"the history cannot be read: {engines.first_line(error)}", place="history") from None
 
 
+def _is_by_application(unit: Unit, names: Names) -> bool:
+    return BRAND in names.dimensions and bool(unit.settings.application_brands)
+
+
+def _wanted(unit: Unit, names: Names) -> list[str]:
+    """What has to be in history, by our names. Where there are applications it need not have brands as well."""
+    every = [ORDER_ID, CREATED_AT, *names.identities, *names.dimensions]
+    if not _is_by_application(unit, names):
+        return every
+    return [*(name for name in every if name != BRAND or BRAND in names.columns), APPLICATION]
+
+
 def _named(unit: Unit, table: "ir.Table", names: Names) -> "ir.Table":
     """The columns under our names; all that are missing are told at once."""
-    identities, dimensions, columns = names.identities, names.dimensions, names.columns
-    brands = unit.settings.application_brands
-    by_application = BRAND in dimensions and bool(brands)
-    wanted = [
-        ORDER_ID,
-        CREATED_AT,
-        *identities,
-        *(name for name in dimensions if not (name == BRAND and by_application)),
-    ]
-    if by_application:
-        wanted.append(APPLICATION)
+    columns = names.columns
     found: dict[str, Any] = {}
     missing: list[str] = []
-    for name in wanted:
+    for name in _wanted(unit, names):
         column = _column(table, columns.get(name, name))
         if column is None:
-            missing.append(f"{columns.get(name, name)} ({name})")
+            missing.append(name)
         else:
             found[name] = column
+    if BRAND in names.dimensions and (brand := _column(table, columns.get(BRAND, BRAND))) is not None:
+        found[BRAND] = brand
     if missing:
         raise BadInput(
-            f"the history lacks columns: {', '.join(missing)}",
+            f"the history lacks columns: {', '.join(f'{columns.get(name, name)} ({name})' for name in missing)}",
             place="history",
-            hint=f"orders.units.{unit.name}.columns tells what they are called; there are {', '.join(table.columns)}",
+            hint=f"{_where_named(unit, names, missing)}; there are {', '.join(table.columns)}",
         )
-    moment = found[CREATED_AT]
+    named = _normal(table.select(**found), names, {name: f"{columns.get(name, name)} ({name})" for name in found})
+    # Once more behind the hook: what it leaves without a value would be a slice that nobody can read.
+    hooked = _normal(_hooked(unit, named), names, {name: f"{name} of the hook" for name in (*found, BRAND)})
+    # Also behind it, as of live orders: it may be what makes an application one that has a brand.
+    return _branded(hooked, unit.settings.application_brands) if _is_by_application(unit, names) else hooked
+
+
+def _where_named(unit: Unit, names: Names, missing: Sequence[str]) -> str:
+    """Where it is told what history calls them."""
+    added = [name for name in missing if name in names.added]
+    said = [f"keyfold orders add-identity {name} --column COLUMN --unit {unit.name}" for name in added]
+    if len(added) < len(missing):
+        said.append(f"orders.units.{unit.name}.columns")
+    return f"{' and '.join(said)} tells what they are called"
+
+
+def _normal(table: "ir.Table", names: Names, called: Mapping[str, str]) -> "ir.Table":
+    """Times as timestamps, all else as text, null where it is empty; a dimension without a value is `unknown`."""
+    given: dict[str, Any] = {name: table[name] for name in called if name in table.columns}
+    moment = given.pop(CREATED_AT)
     if moment.type().is_string():
-        found[CREATED_AT] = _time_of(moment)
+        moment = _time_of(moment)
     elif not moment.type().is_timestamp():
-        raise BadInput(f"{columns.get(CREATED_AT, CREATED_AT)} must be a timestamp", place="history")
-    for name, column in found.items():
-        if column.type().is_floating():
-            raise BadInput(f"{columns.get(name, name)} ({name}) holds real numbers", place="history", hint=_FLOATING)
-    found[ORDER_ID] = found[ORDER_ID].cast("string")
-    for name in identities:
-        found[name] = found[name].cast("string").nullif("")
-    for name in (*dimensions, APPLICATION):
-        if name in found:
-            found[name] = found[name].cast("string").nullif("")
-            if name != APPLICATION:
-                found[name] = found[name].fill_null(UNKNOWN)
-    named = _hooked(unit, table.select(**found))
-    # Behind the hook, as of live orders: it may be what makes an application one that has a brand.
-    return _branded(named, brands) if by_application else named
+        raise BadInput(f"{called[CREATED_AT]} must be a timestamp", place="history")
+    if wrong := [f"{called[name]} is {why}" for name, column in given.items() if (why := _why_not_text(column.type()))]:
+        raise BadInput("; ".join(wrong), place="history", hint=_AS_TEXT)
+    texts = {name: column.cast("string").nullif("") for name, column in given.items()}
+    known = {name: texts[name].fill_null(UNKNOWN) for name in names.dimensions if name in texts}
+    return table.mutate(**{CREATED_AT: moment, **texts, **known})
 
 
 def _hooked(unit: Unit, named: "ir.Table") -> "ir.Table":
@@ -365,12 +504,14 @@ def _hooked(unit: Unit, named: "ir.Table") -> "ir.Table":
 
 
 def _branded(named: "ir.Table", brands: Mapping[str, str]) -> "ir.Table":
-    """With the brand of the application; without one, the brand that a hook has given, or none is known."""
+    """With the brand of the application; without one, the brand that history or a hook has given, or none is known."""
     import ibis
 
-    given = named[BRAND] if BRAND in named.columns else ibis.null("string")
+    given = named[BRAND] if BRAND in named.columns else ibis.literal(UNKNOWN)
     brand = named[APPLICATION].cases(*brands.items(), else_=None)
-    return named.mutate(**{BRAND: ibis.coalesce(brand, given, ibis.literal(UNKNOWN))})
+    is_other = brand.notnull() & (given != UNKNOWN) & (given != brand)
+    # Two columns of one statement: what is called brand here is still what was given.
+    return named.mutate(**{BRAND: ibis.coalesce(brand, given), OTHER: is_other.ifelse(given, None)})
 
 
 def _time_of(text: Any) -> Any:
@@ -386,7 +527,18 @@ def _time_of(text: Any) -> Any:
 
 
 _ZONE = r"\d:\d\d(:\d\d(\.\d+)?)?\s*([Zz]|[+-]\d\d(:?\d\d)?)$"  # behind a time of the day, or a date would end in one
-_FLOATING = "Write it as text, or as whole numbers that may be null: 123.0 would be another identity than 123"
+_AS_TEXT = "Write it as text, or as whole numbers that may be null: 123.0 would be another identity than 123"
+
+
+def _why_not_text(kind: Any) -> str:
+    """Why values of a type are not written as live orders write them; nothing where they are."""
+    if kind.is_floating():
+        return "of real numbers"
+    # Of a decimal whose scale nobody names, each value may have its own.
+    is_whole = kind.is_integer() or (kind.is_decimal() and kind.scale == 0)
+    if is_whole or kind.is_string() or kind.is_boolean() or kind.is_uuid() or kind.is_null():
+        return ""
+    return f"of the type {str(kind).removeprefix('!')}"
 
 
 def _column(table: "ir.Table", path: str) -> Any:

@@ -6,6 +6,7 @@ cannot be mapped, or was updated after the start, is refused and listed; the res
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import IO, Any
 
 import msgspec
@@ -19,7 +20,9 @@ from keyfold.orders.service.filling import (
     Filled,
     Report,
     claim,
+    claimable,
     finish,
+    lack,
     left_to_history,
     look_anew,
     must_have_dimensions,
@@ -32,6 +35,7 @@ from keyfold.orders.service.unit import Unit
 TARIFF = "tariff"
 DOCUMENTS_MAX = 1_000  # in one transaction
 SHOWN_MAX = 100
+_SPAN = re.compile(r"^\s*-|ago\s*$")
 _ISO_DATE = re.compile(r"^ISODate\(['\"](.+)['\"]\)$")
 
 
@@ -74,27 +78,32 @@ def import_documents(
     settled: that is in the documents by now, or is to be left out.
     """
     dimensions = _must_fit(store, unit)
-    (kind,) = claim(store, unit, [name], "import")
+    (kind,) = store.read(lambda tx: claimable(tx, unit, [name], "import"))
     started_at_us = store.read(lambda tx: tx.now_us)
-    job = Job.begin(store, unit, f"import {name}", f"{source} {','.join(dimensions)} {unit.settings.mixed_brand}")
-    begin = int(job.progress.after or 0)
-    left = _left(store, unit, kind, job)
+    read_by = f"{source} {','.join(dimensions)} {unit.settings.mixed_brand}"
+    job = Job.begin(store, unit, f"import {name}", read_by, partial(_begun, unit=unit, name=name))
+    left: int | None = None
     refused: list[RefusedDocument] = []
-    for piece in _pieces(lines, begin, documents_max):
-        read = [_read(unit, kind, dimensions, number, line) for number, line in piece]
-        refused += [each for each in read if isinstance(each, RefusedDocument)][: SHOWN_MAX - len(refused)]
-        _step(store, unit, kind, job, dimensions, piece[-1][0], read)
-        report(piece[-1][0], f"documents of {name}")
+    for number, read in _read_on(unit, kind, dimensions, job, _pieces(lines, _begin(job), documents_max), refused):
+        if left is None and any(isinstance(each, tuple) for each in read):
+            left = _claimed(store, unit, kind, job)
+        _step(store, unit, kind, job, dimensions, number, read)
+        report(number, f"documents of {name}")
     done = structs.replace(job.progress, is_done=True)
-
     numbers = done.numbers
+    # A type of which all was refused can still be backfilled.
+    is_taken = left is not None or kind.source == "import" or not numbers.get("refused", 0)
+    if left is None:
+        left = _claimed(store, unit, kind, job) if is_taken else _left(store, unit, kind, job)
+    not_known = numbers.get("refused", 0) + (0 if is_settled else left)
 
     def end(tx: Transaction) -> int:
         job.step(tx, done)
-        lacking = numbers.get("refused", 0)
-        if not is_settled:
-            lacking = max(lacking + left, unit.stood(tx).state.by_name[name].lacking)
-        finish(tx, unit, kind, started_at_us, lacking)
+        lacking = not_known if is_settled else max(not_known, unit.stood(tx).state.by_name[name].lacking)
+        if is_taken:
+            finish(tx, unit, kind, started_at_us, lacking)
+        else:
+            lack(tx, unit, name, lacking)
         return lacking
 
     lacking = store.transact(end, name="import done", once=True)
@@ -107,6 +116,48 @@ def import_documents(
         left=left,
         lacking=lacking,
     )
+
+
+def _begun(tx: Transaction, is_other_unfinished: bool, unit: Unit, name: str) -> None:
+    claimable(tx, unit, [name], "import")
+    if is_other_unfinished:
+        # Nobody knows how much of that file is not in: its place is taken by the one that begins now.
+        lack(tx, unit, name, 1)
+
+
+def _begin(job: Job) -> int:
+    """The line behind which this run begins."""
+    return int(job.progress.after or 0)
+
+
+def _read_on(
+    unit: Unit,
+    kind: IdentityType,
+    dimensions: Sequence[str],
+    job: Job,
+    pieces: Iterator[list[tuple[int, bytes]]],
+    refused: list[RefusedDocument],
+) -> Iterator[tuple[int, list["Document | RefusedDocument"]]]:
+    """What is read of each piece, with its last line; some of what was refused is added to `refused`.
+
+    What was refused before a run was stopped is not stored: it is read again, to be told, and no more of it than that.
+    """
+    begin, to_tell = _begin(job), min(job.progress.numbers.get("refused", 0), SHOWN_MAX)
+    for piece in pieces:
+        last = piece[-1][0]
+        if last <= begin and len(refused) >= to_tell:
+            continue
+        read = [_read(unit, kind, dimensions, number, line) for number, line in piece]
+        refused += [each for each in read if isinstance(each, RefusedDocument)][: SHOWN_MAX - len(refused)]
+        if last > begin:
+            yield last, read
+
+
+def _claimed(store: Store, unit: Unit, kind: IdentityType, job: Job) -> int:
+    """The type is filled by import from now on; how many orders were left to its history so far."""
+    # First: of a type that nothing fills, nobody says that an order was left to it.
+    claim(store, unit, [kind.name], "import")
+    return _left(store, unit, kind, job)
 
 
 def _left(store: Store, unit: Unit, kind: IdentityType, job: Job) -> int:
@@ -135,12 +186,12 @@ def _must_fit(store: Store, unit: Unit) -> list[str]:
 
 
 def _pieces(lines: IO[bytes], begin: int, documents_max: int) -> Iterator[list[tuple[int, bytes]]]:
+    """The lines in pieces, none of them on both sides of where a run begins."""
     piece: list[tuple[int, bytes]] = []
     for number, line in enumerate(lines, 1):
-        if number <= begin or not line.strip():
-            continue
-        piece.append((number, line))
-        if len(piece) == documents_max:
+        if line.strip():
+            piece.append((number, line))
+        if piece and (len(piece) == documents_max or number == begin):
             yield piece
             piece = []
     if piece:
@@ -214,7 +265,11 @@ def _moment(document: Mapping[str, Any], name: str) -> int:
     if not isinstance(given, str):
         raise _Refused(f"{name} is not a time")
     wrapped = _ISO_DATE.match(given)
-    return moment_us(wrapped[1] if wrapped else given, 0)
+    text = wrapped[1] if wrapped else given
+    # A span before now is for people at a command line: in a file it would be another moment each day.
+    if _SPAN.search(text):
+        raise _Refused(f"{name} is not a time")
+    return moment_us(text, 0)
 
 
 def _step(
@@ -245,6 +300,7 @@ def _step(
         job.step(tx, progress)
         must_have_dimensions(tx, unit, dimensions)
         set_identities(tx, unit, kind, sorted(documents), filled)
+        lack(tx, unit, kind.name, progress.numbers["refused"])
 
     store.transact(work, name="import", once=True)
     job.stepped(progress)

@@ -4,6 +4,7 @@ A run that is started again takes over where the last one was; whoever still run
 """
 
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -37,14 +38,22 @@ class Job:
         self.progress = progress
 
     @classmethod
-    def begin(cls, store: Store, unit: Unit, name: str, source: str) -> "Job":
-        """Take the work over, where it was if it reads the same, else from the beginning."""
+    def begin(
+        cls, store: Store, unit: Unit, name: str, source: str, begun: Callable[[Transaction, bool], None] | None = None
+    ) -> "Job":
+        """Take the work over, where it was if it reads the same, else from the beginning.
+
+        `begun` is told in the same transaction, with whether work of another source was left unfinished.
+        """
         run = uuid.uuid4().hex
 
         def work(tx: Transaction) -> Progress:
             version, found = _stored(tx, unit, name)
-            going_on = found is not None and found[1].source == source and not found[1].is_done
-            progress = found[1] if found is not None and going_on else Progress(source)
+            unfinished = found[1] if found is not None and not found[1].is_done else None
+            goes_on = unfinished is not None and unfinished.source == source
+            if begun is not None:
+                begun(tx, unfinished is not None and not goes_on)
+            progress = unfinished if unfinished is not None and goes_on else Progress(source)
             _store(tx, unit, name, version, run, progress)
             return progress
 
@@ -60,6 +69,13 @@ class Job:
     def stepped(self, progress: Progress) -> None:
         """What `step` stored is committed."""
         self.progress = progress
+
+
+def give_up(tx: Transaction, unit: Unit, name: str) -> None:
+    """Nothing of this work is left to finish; whoever still runs it is refused at the next step."""
+    version, found = _stored(tx, unit, name)
+    if found is not None and not found[1].is_done:
+        _store(tx, unit, name, version, "", msgspec.structs.replace(found[1], is_done=True))
 
 
 def progress_of(tx: Transaction, unit: Unit) -> dict[str, Progress]:
