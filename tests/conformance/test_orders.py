@@ -996,6 +996,92 @@ def test_a_hook_on_the_application_gives_the_same_brand_live_and_in_history(tmp_
             orders.backfill(path, "phone_id")
 
 
+@pytest.mark.spec("ORD-02", "ORD-07", "ORD-13", "ORD-14")
+def test_an_identity_that_a_hook_adds_is_left_to_history_like_any_other(store_url: str, tmp_path: Path) -> None:
+    hooks = tmp_path / "hooks_that_add.py"
+    hooks.write_text(
+        "import msgspec\n"
+        "from keyfold.orders.hooks import completed\n"
+        "@completed\n"
+        "def add_phone(order):\n"
+        "    phone = order.identities['device_id'].partition('/')[0]\n"
+        "    return msgspec.structs.replace(order, identities={**order.identities, 'phone_id': phone})\n"
+    )
+    with opened(store_url, start=iso(START), hooks=str(hooks)) as orders:
+        orders.clock.advance(3 * HOUR)
+        path = write_history(tmp_path / "h.parquet", [order("h", START - 5, {"phone_id": "p2"})])
+        orders.backfill(path)
+        assert is_complete(orders)
+        assert orders.count(order("r", START - 1, {"device_id": "p1/x"})) == ["before_start"]
+        assert [is_complete(orders, name) for name in ("phone_id", "device_id", "card_id")] == [False, False, True]
+        done = {each.identity: each.lacking for each in orders.backfill(path)}
+        assert done == {"phone_id": 1, "device_id": 1, "card_id": 0, "yandex_uid": 0}
+        assert not check(orders, identities={"phone_id": "p1"}, fewer_than=1).allowed
+
+
+@pytest.mark.spec("ORD-02", "ORD-07", "ORD-13")
+def test_an_identity_that_a_hook_drops_is_not_looked_for_in_history(store_url: str, tmp_path: Path) -> None:
+    hooks = tmp_path / "hooks_that_drop.py"
+    hooks.write_text(
+        "import msgspec\n"
+        "from keyfold.orders.hooks import completed, history\n"
+        "@completed\n"
+        "def drop(order):\n"
+        "    good = {name: value for name, value in order.identities.items() if value != '0'}\n"
+        "    return msgspec.structs.replace(order, identities=good)\n"
+        "@history\n"
+        "def drop_history(table):\n"
+        "    return table.mutate(card_id=table.card_id.nullif('0'))\n"
+    )
+    with opened(store_url, start=iso(START), hooks=str(hooks)) as orders:
+        orders.clock.advance(3 * HOUR)
+        left = order("r", START - 1, {"phone_id": "p1", "card_id": "0"})
+        assert orders.count(left) == ["before_start"]
+        path = write_history(tmp_path / "h.parquet", [left])
+        assert {each.identity: each.lacking for each in orders.backfill(path)} == dict.fromkeys(ALL, 0)
+        again = order("s", START - 2, {"phone_id": "p1", "card_id": "0"})
+        assert orders.count(again) == ["before_start"]
+        assert [is_complete(orders, name) for name in ("phone_id", "card_id")] == [False, True]
+
+
+@pytest.mark.spec("ORD-02", "ORD-07")
+@pytest.mark.parametrize("what", ["created_at=order.created_at - timedelta(hours=1)", "order_id='x'"])
+def test_a_hook_changes_neither_the_id_of_an_order_nor_its_moment(store_url: str, tmp_path: Path, what: str) -> None:
+    """By them an order is known, and counted live or by history: what kept it says the same as who counts it."""
+    hooks = tmp_path / "hooks_that_move.py"
+    hooks.write_text(
+        "import msgspec\n"
+        "from datetime import timedelta\n"
+        "from keyfold.orders.hooks import completed\n"
+        "@completed\n"
+        "def move(order):\n"
+        f"    return msgspec.structs.replace(order, {what})\n"
+    )
+    with opened(store_url, start=iso(START), hooks=str(hooks)) as orders:
+        orders.clock.advance(3 * HOUR)
+        (verdict,) = orders.verdicts(order("1", START + 60))
+        assert verdict.status == "set_aside"
+        assert verdict.reason == f"the hook of the unit failed: it changed {what.partition('=')[0]}"
+        assert orders.total("phone_id", "p1") == 0
+
+
+@pytest.mark.spec("ORD-02", "ORD-07", "ORD-13")
+@pytest.mark.parametrize(("does", "lacking"), [("return None", 0), ("raise RuntimeError('no')", 1)])
+def test_of_an_order_left_to_history_that_its_hook_now_refuses(
+    store_url: str, tmp_path: Path, does: str, lacking: int
+) -> None:
+    """One that the hook leaves out need not be in history; where it fails, the order is looked for as it was sent."""
+    hooks = tmp_path / "hooks_that_refuse.py"
+    hooks.write_text(f"from keyfold.orders.hooks import completed\n@completed\ndef refuse(order):\n    {does}\n")
+    with opened(store_url, start=iso(START)) as orders:
+        orders.clock.advance(3 * HOUR)
+        assert orders.count(order("r", START - 1)) == ["before_start"]
+    with opened(store_url, start=iso(START), hooks=str(hooks), clock=ManualClock((START + HOUR) * 1_000_000)) as orders:
+        path = write_history(tmp_path / "h.parquet", [order("h", START - 5, {"phone_id": "p2"})])
+        (done,) = orders.backfill(path, "phone_id")
+        assert done.lacking == lacking
+
+
 # A new dimension --------------------------------------------------------------------------------------------------
 
 

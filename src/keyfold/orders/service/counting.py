@@ -5,7 +5,7 @@ inserted first: two writers of one order meet there, and the second sees the fir
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, compress, count, islice
 from operator import eq
 from typing import Any
@@ -15,7 +15,7 @@ from msgspec import Struct, structs
 
 from keyfold.core.clock import SECOND_US
 from keyfold.core.store import Transaction
-from keyfold.core.store.batch import Columns
+from keyfold.core.store.batch import Columns, Row
 from keyfold.core.store.shapes import (
     Statement,
     delete,
@@ -37,6 +37,7 @@ from keyfold.orders.model import (
     checked,
     dimension_values,
     fingerprint,
+    left_types,
     live_identities,
     micros,
 )
@@ -92,18 +93,22 @@ def count_orders(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder]) 
             slices[slice_.slice_id] = slice_
     marked, adding = _marked(tx, unit, _with_room(tx, unit, arrived, slices, kept, verdicts), verdicts)
     counted = marked
+    left: dict[str, tuple[str, ...]] = {}
     if stood.state.live_ids is None:
         counted = _told_from_left(tx, unit, arrived, marked, verdicts)
-        kept += [(order.sent, "before_start") for index, order in arrived if _is_left(order, verdicts[index])]
+        waiting = [order for index, order in arrived if _is_left(order, verdicts[index])]
+        kept += [(order.sent, "before_start") for order in waiting]
+        left = {order.order_id: order.left for order in waiting}
     if counted:
         unit.keep_slices(tx, [slices[each] for each in {order.slice_id for order in counted}])
         _add(tx, unit, counted, adding if len(counted) == len(marked) else None)
         _free_reservations(tx, unit, [order.order_id for order in counted])
-    _tell_history(tx, unit, stood, keep(tx, unit, kept))
+    new = [left[order_id] for order_id, why in keep(tx, unit, kept) if why == "before_start"]
+    _tell_history(tx, unit, stood, set(chain.from_iterable(new)))
     found = [each for each in verdicts if each is not None]
     assert len(found) == len(orders)
-    left = sum(why == "before_start" for _, why in kept)
-    tx.after_commit.append(lambda: _measure(unit, found, left))
+    times = sum(why == "before_start" for _, why in kept)
+    tx.after_commit.append(lambda: _measure(unit, found, times))
     return found
 
 
@@ -115,7 +120,7 @@ def _placed(
     by_properties: dict[tuple[tuple[str, str], ...], Slice],
 ) -> tuple[Order, Slice]:
     """Where an order counts, by the state of the unit and its hook; slices are remembered by properties."""
-    order = _hooked(unit, state, sent) if unit.hooks.completed is not None else sent
+    order = unit.hooked(state, sent) if unit.hooks.completed is not None else sent
     said = tuple(order.properties.items())
     slice_ = by_properties.get(said)
     if slice_ is None:
@@ -129,26 +134,10 @@ def _placed(
             identities=identities,
             slice_id=slice_.slice_id,
             sent=sent,
-            is_whole=len(identities) == len(order.identities),
+            left=() if len(identities) == len(order.identities) else left_types(order, state),
         ),
         slice_,
     )
-
-
-def _hooked(unit: Unit, state: UnitState, sent: CompletedOrder) -> CompletedOrder:
-    """The order as the hook of the unit wants it counted; a hook that fails sets it aside, and no other."""
-    assert unit.hooks.completed is not None
-    try:
-        order = unit.hooks.completed(sent)
-        if order is None:
-            raise NotPlaced("the hook of the unit left it out")
-        order = msgspec.convert(msgspec.to_builtins(order), CompletedOrder)
-        checked(order, state, unit.settings.application_brands, 2**62, 0, "the order of the hook")
-        return order
-    except NotPlaced:
-        raise
-    except Exception as error:
-        raise NotPlaced(f"the hook of the unit failed: {type(error).__name__}: {error}") from error
 
 
 def _with_room(
@@ -262,7 +251,7 @@ def _told_from_left(
 
 def _is_left(order: Order, verdict: Verdict | None) -> bool:
     """Whether history has to count an order, for some of its identities at least."""
-    return not order.is_whole and verdict is not None and verdict.status != "conflict"
+    return bool(order.left) and verdict is not None and verdict.status != "conflict"
 
 
 def _cells(orders: Sequence[Order]) -> Columns:
@@ -355,16 +344,16 @@ def _free_reservations(tx: Transaction, unit: Unit, order_ids: Sequence[str]) ->
         delete(tx, unit.tables.reservations, {"order_id": order_ids})
 
 
-def keep(tx: Transaction, unit: Unit, orders: Sequence[tuple[CompletedOrder, Why]]) -> list[CompletedOrder]:
+def keep(tx: Transaction, unit: Unit, orders: Sequence[tuple[CompletedOrder, Why]]) -> set[Row]:
     """Remember orders that were not counted, or not for all their identities, so that they can be listed.
 
-    Returns those that are left to history and were not known yet.
+    Returns the ids of those that were not known yet, each with why it is kept.
     """
     by_key = {(sent.order_id, why): sent for sent, why in orders}
     if not by_key:
-        return []
+        return set()
     encode = msgspec.json.Encoder().encode
-    new = insert_new(
+    return insert_new(
         tx,
         unit.tables.kept,
         {
@@ -375,23 +364,16 @@ def keep(tx: Transaction, unit: Unit, orders: Sequence[tuple[CompletedOrder, Why
             "body": [encode(sent).decode() for sent in by_key.values()],
         },
     )
-    return [sent for key, sent in by_key.items() if key in new and key[1] == "before_start"]
 
 
-def _tell_history(tx: Transaction, unit: Unit, stood: Stood, left: Sequence[CompletedOrder]) -> None:
-    """Whoever counts history learns that orders were left to it: what was looked through before may lack them.
+def _tell_history(tx: Transaction, unit: Unit, stood: Stood, left: Collection[str]) -> None:
+    """Whoever counts the history of types learns that orders were left to it: what was looked through may lack them.
 
     Where that is known, or nobody has begun, the state is held as it is: who looks from then on sees the orders.
     """
     if not left:
         return
-    named = {(name, micros(sent.created_at)) for sent in left for name in sent.identities}
-    behind = {
-        kind.name
-        for kind in stood.state.identities
-        if kind.source and not kind.is_behind
-        if any(name == kind.name and not kind.takes(created_at_us) for name, created_at_us in named)
-    }
+    behind = {kind.name for kind in stood.state.identities if kind.source and not kind.is_behind and kind.name in left}
     if not behind:
         unit.hold(tx, stood)
         return
