@@ -17,10 +17,13 @@ import pytest
 import sqlalchemy as sa
 
 from keyfold.core import audit, deadletters
+from keyfold.core.access import Client
 from keyfold.core.clock import ManualClock
 from keyfold.core.errors import BadInput, Conflict, LeaseLost, SettingsWrong, TooLarge
+from keyfold.core.gather import Ask, Operation
 from keyfold.core.relay import Relay
 from keyfold.core.store import Transaction
+from keyfold.orders import routes as order_routes
 from keyfold.orders.model import CompletedOrder, DimensionPending, Identity, Property
 from keyfold.orders.service import reading, splitting, sweeping
 from keyfold.orders.service.backfilling import backfill
@@ -608,6 +611,54 @@ def test_the_lag_is_the_number_of_orders_that_wait_in_the_topic(orders: Orders) 
     orders.send()
     assert Lag(orders.context).messages(orders.unit) == 0
     assert orders.total("phone_id", "p1") == 4
+
+
+@pytest.mark.spec("ORD-13")
+def test_an_order_counted_while_it_is_asked_for_is_told_as_waiting_or_as_counted(
+    orders: Orders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The consumer commits when the counts were read: whoever saw none of it must have seen it wait."""
+    orders.send()
+    put(orders.context, orders.unit.topic, [message("w", 0, msgspec.json.encode(order("w")), kind="w")])
+    relay_all(relay := Relay(orders.context, orders.unit.topic, "w"))
+    relay.stop()
+    read_many = reading.read_many
+
+    def read_and_consume(*given: Any) -> Any:
+        found = read_many(*given)
+        orders.send()
+        return found
+
+    monkeypatch.setattr(order_routes, "read_many", read_and_consume)
+    (route,) = [each for each in order_routes.routes(orders.context) if each.path == "/v1/orders"]
+    assert isinstance(route.run, Operation)
+    body = order_routes.OrdersBody([Identity("phone_id", "p1")], [], [])
+    ask = Ask(client=Client("test", "test", frozenset(), {}), body=body, query=order_routes.OrdersQuery(evidence=True))
+    apply = route.run.apply
+    (answer,) = orders.store.read(lambda tx: apply(tx, [ask]))
+    (told,) = answer.data
+    assert (told.data, told.evidence.lag_messages) == ([], 1)
+    assert orders.total("phone_id", "p1") == 1
+
+
+@pytest.mark.spec("ORD-13")
+def test_evidence_knows_at_once_what_another_process_has_left_to_history(store_url: str, tmp_path: Path) -> None:
+    clock = ManualClock(NOW * 1_000_000)
+    with (
+        opened(store_url, start=iso(START), clock=clock) as orders,
+        opened(store_url, start=iso(START), clock=clock) as other,
+    ):
+        clock.advance(3 * HOUR)
+        orders.backfill(write_history(tmp_path / "h.parquet", [order("h", START - 5, {"phone_id": "p2"})]))
+
+        def told() -> bool:
+            asked = [Identity("phone_id", "p1")]
+            return other.store.read(lambda tx: evidence_of(tx, other.unit, asked, 0))[0].is_complete
+
+        other.total("phone_id", "p1")
+        assert told()
+        assert orders.count(order("r", START - 1)) == ["before_start"]
+        assert not told()
 
 
 # Corrections ------------------------------------------------------------------------------------------------------

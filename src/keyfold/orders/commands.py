@@ -102,16 +102,18 @@ def query(
 ) -> Answer:
     """Count the completed orders of identities."""
     from keyfold.orders.service.lagging import Lag
-    from keyfold.orders.service.reading import Query, evidence_of, must_be_known, read_orders
+    from keyfold.orders.service.reading import Evidence, Query, evidence_of, must_be_known, read_orders
 
     context, own = _unit(ctx, unit)
     whose = _identities(identities, context.limits.batch_items_max)
     asked = Query(whose, _properties(filters), group_by or [])
     context.store.read(lambda tx: must_be_known(own.seen(tx).state, asked))
-    read = context.store.read(lambda tx: read_orders(tx, own, asked))
-    if evidence:
+    found: list[Evidence] = []
+    if evidence:  # before the counts: what comes in between is then counted, and never neither counted nor told of
         lag = Lag(context).messages(own)
         found = context.store.read(lambda tx: evidence_of(tx, own, asked.identities, lag))
+    read = context.store.read(lambda tx: read_orders(tx, own, asked))
+    if evidence:
         read = [msgspec.structs.replace(one, evidence=two) for one, two in zip(read, found, strict=True)]
     rows = [
         {

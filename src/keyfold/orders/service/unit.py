@@ -35,7 +35,8 @@ from keyfold.orders.tables import UnitTables, tables_of
 
 DAY_US = 86_400 * SECOND_US
 STATE = "unit"
-# Readers may go by a state that is this old: nothing that they answer from it is wrong for it.
+# Who reads counts may go by a state that is this old: what a type or a dimension is called does not change. Whether
+# history is complete does, so evidence and checks go by the state of their moment.
 SEEN_US_MAX = SECOND_US
 VIEWS_MAX = 64
 
