@@ -25,7 +25,7 @@ from keyfold.core.relay import Relay
 from keyfold.core.store import Transaction
 from keyfold.orders import routes as order_routes
 from keyfold.orders.model import CompletedOrder, DimensionPending, Identity, Property
-from keyfold.orders.service import reading, splitting, sweeping
+from keyfold.orders.service import counting, reading, splitting, sweeping
 from keyfold.orders.service.backfilling import backfill
 from keyfold.orders.service.checking import Check, Checked, check_orders, release
 from keyfold.orders.service.correcting import correct_orders
@@ -191,6 +191,22 @@ def test_orders_created_before_the_start_are_left_to_the_backfill_and_kept(with_
     marks = with_history.unit.tables.marks
     marked = with_history.store.read(lambda tx: tx.execute(sa.select(marks.c.order_id)).scalars().all())
     assert marked == ["live"], "an order that did not count is not marked"
+
+
+@pytest.mark.spec("ORD-06", "ORD-07")
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_whoever_lists_kept_orders_page_by_page_sees_all_of_them(store_url: str, limit: int) -> None:
+    """Also where one is kept for two reasons, and a page ends between them."""
+    with opened(store_url) as orders:
+        kept = [(order("A"), "before_start"), *[(order(each), "set_aside") for each in "ABC"]]
+        orders.store.transact(lambda tx: counting.keep(tx, orders.unit, kept))  # type: ignore[arg-type]
+        seen: list[tuple[str, str]] = []
+        after = ""
+        while page := orders.store.read(lambda tx, after=after: kept_orders(tx, orders.unit, None, after, limit)):  # type: ignore[misc]
+            seen += [(each.order_id, each.why) for each in page]
+            assert len(page) >= limit or len(seen) == 4, "a short page is the last one"
+            after = page[-1].order_id
+        assert seen == [("A", "before_start"), ("A", "set_aside"), ("B", "set_aside"), ("C", "set_aside")]
 
 
 @pytest.mark.spec("ORD-05", "ORD-07")

@@ -112,7 +112,9 @@ class KeptQuery(Struct, frozen=True, forbid_unknown_fields=True):
     unit: UnitName = "rides"
     why: Literal["any", "late", "before_start", "set_aside"] = "any"
     after: Annotated[str, Meta(max_length=200, pattern=r"^[^\x00]*$", description="the order_id to go on behind")] = ""
-    limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
+    limit: Annotated[
+        int, Meta(ge=1, le=1_000, description="about how many; one kept for several reasons is never torn apart")
+    ] = 100
 
 
 class Kept(Struct, frozen=True):
