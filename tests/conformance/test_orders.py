@@ -27,7 +27,14 @@ from keyfold.orders import routes as order_routes
 from keyfold.orders.model import CompletedOrder, DimensionPending, Identity, Property
 from keyfold.orders.service import counting, reading, splitting, sweeping
 from keyfold.orders.service.backfilling import backfill
-from keyfold.orders.service.checking import Check, Checked, check_orders, release
+from keyfold.orders.service.checking import (
+    HELD_BYTES_MAX,
+    Check,
+    Checked,
+    check_orders,
+    must_be_check,
+    release,
+)
 from keyfold.orders.service.correcting import correct_orders
 from keyfold.orders.service.history import History, names_of
 from keyfold.orders.service.history import opened as history_of
@@ -583,6 +590,33 @@ def test_a_place_counts_for_every_filter_that_its_order_could_match(orders: Orde
     assert not check(orders, "b", fewer_than=1).allowed, "an order in econom is an order"
     assert not check(orders, "b", fewer_than=1, filters={"brand": "uber"}).allowed, "it could be one of uber"
     assert check(orders, "b", fewer_than=1, filters={"tariff": "business"}).allowed
+
+
+@pytest.mark.spec("ORD-14")
+def test_a_place_that_no_index_could_hold_is_refused_alike_on_every_store(store_url: str) -> None:
+    """Random characters of four bytes, which no index makes shorter."""
+    chance = random.Random(5)
+
+    def long(bytes_: int) -> str:
+        return "".join(chr(chance.randrange(0x10000, 0x30000)) for _ in range(bytes_ // 4)) + "x" * (bytes_ % 4)
+
+    dimensions = [f"d{n}" for n in range(5)]
+    with opened(store_url, dimensions=dimensions) as orders:
+        state = orders.store.read(orders.unit.stood).state
+        given = {"identities": [Identity("phone_id", "p1"), Identity("card_id", long(800))], "fewer_than": 1}
+        held = {**given, "order_id": long(800), "reserve_seconds": 60}
+        most = HELD_BYTES_MAX - 1_600 - len(b'{"d0":"","d1":""}')
+        fits = Check(**held, filters=[Property("d0", long(most - most // 2)), Property("d1", long(most // 2))])
+        must_be_check(state, orders.unit, fits)
+        (answer,) = orders.store.transact(lambda tx: check_orders(tx, orders.unit, [fits]))
+        assert isinstance(answer, Checked)
+        assert answer.allowed
+        filters = [*fits.filters[:1], Property("d1", fits.filters[1].value + "x")]
+        with pytest.raises(BadInput, match="longer than 2600 bytes") as refused:
+            must_be_check(state, orders.unit, Check(**held, filters=filters))
+        assert refused.value.place == "filters"
+        filters = [Property(name, long(800)) for name in dimensions]
+        must_be_check(state, orders.unit, Check(**given, filters=filters))  # it holds no place
 
 
 @pytest.mark.spec("ORD-14")
