@@ -156,9 +156,12 @@ def test_orders_behind_the_window_are_late_listed_and_never_counted(store_url: s
 
 
 @pytest.mark.spec("ORD-06", "ORD-05")
-def test_marks_are_purged_behind_the_watermark_in_bounded_steps_and_their_orders_are_late(store_url: str) -> None:
+@pytest.mark.parametrize("seconds", [1, 0], ids=["apart", "of one moment"])
+def test_marks_are_purged_behind_the_watermark_in_bounded_steps_and_their_orders_are_late(
+    store_url: str, seconds: int
+) -> None:
     with opened(store_url, dedupe_days=10) as orders:
-        sent = [order(f"o{n}", NOW - n) for n in range(50)]
+        sent = [order(f"o{n}", NOW - n * seconds) for n in range(50)]
         orders.count(*sent)
         purge = lambda: orders.store.transact(lambda tx: sweeping.purge_marks(tx, orders.unit, 20))  # noqa: E731
         move = lambda: orders.store.transact(lambda tx: sweeping.move_watermark(tx, orders.unit))  # noqa: E731
@@ -173,6 +176,39 @@ def test_marks_are_purged_behind_the_watermark_in_bounded_steps_and_their_orders
         assert [purge(), purge(), purge(), purge()] == [20, 20, 10, 0]
         assert set(orders.count(*sent)) == {"late"}
         assert orders.total("phone_id", "p1") == 50
+
+
+@pytest.mark.spec("ORD-06")
+def test_kept_orders_and_places_of_one_moment_are_purged_in_bounded_steps(store_url: str) -> None:
+    with opened(store_url, dedupe_days=10) as orders:
+        orders.count(*[order(f"o{n}", NOW - 11 * DAY) for n in range(10)])
+        for number in range(5):
+            check(orders, f"held{number}", fewer_than=100)
+        orders.clock.advance(91 * DAY)
+        for purge in (sweeping.purge_kept, sweeping.purge_reservations):
+            purged = [orders.store.transact(lambda tx, purge=purge: purge(tx, orders.unit, 4)) for _ in range(4)]
+            assert purged == [4, 4, 2, 0]
+
+
+@pytest.mark.spec("ORD-06")
+def test_the_oldest_are_found_by_the_index(orders: Orders) -> None:
+    """A purge of a few out of many looks at those, and each it deletes by its key."""
+
+    def look(tx: Transaction) -> list[str]:
+        if not tx.is_sqlite:
+            tx.driver("SET LOCAL enable_seqscan = off")
+        explain = "EXPLAIN QUERY PLAN" if tx.is_sqlite else "EXPLAIN"
+        tables = orders.unit.tables
+        aged = {tables.marks: "created_at_us", tables.kept: "kept_at_us", tables.reservations: "expires_at_us"}
+        made = [sweeping._oldest_deleted(table, table.c[column], 5, 5) for table, column in aged.items()]
+        dialect = tx.connection.dialect
+        told = [str(each.compile(dialect=dialect, compile_kwargs={"literal_binds": True})) for each in made]
+        return [str(tx.execute(sa.text(f"{explain} {sql}")).all()) for sql in told]
+
+    plans = orders.store.transact(look)
+    for plan, index in zip(plans, ("marks_created", "kept_kept_at", "reservations_expires"), strict=True):
+        assert re.search(rf"INDEX \S*{index}|Index.* Scan using \S*{index}", plan), plan
+        assert not re.search(r"SCAN orders|Seq Scan", plan), plan
 
 
 @pytest.mark.spec("ORD-06")

@@ -53,10 +53,15 @@ def purge_gates(tx: Transaction, unit: Unit, rows_max: int) -> int:
 
 
 def _delete_oldest(tx: Transaction, table: sa.Table, column: sa.Column[int], before: int, rows_max: int) -> int:
-    """Delete rows from before a moment, the oldest first, about `rows_max` at once."""
-    edge = sa.select(column).where(column < before).order_by(column).limit(1).offset(rows_max - 1)
-    newest = tx.execute(edge).scalar()
-    return tx.execute(sa.delete(table).where(column < before if newest is None else column <= newest)).rowcount
+    """Delete rows from before a moment, the oldest first, at most `rows_max` at once."""
+    return tx.execute(_oldest_deleted(table, column, before, rows_max)).rowcount
+
+
+def _oldest_deleted(table: sa.Table, column: sa.Column[int], before: int, rows_max: int) -> sa.Delete:
+    """By their keys, since any number may be of one moment; who finds some of them deleted meanwhile passes them by."""
+    key = list(table.primary_key)
+    oldest = sa.select(*key).where(column < before).order_by(column).limit(rows_max)
+    return sa.delete(table).where((sa.tuple_(*key) if len(key) > 1 else key[0]).in_(oldest))
 
 
 PURGES = (purge_marks, purge_kept, purge_reservations, purge_gates)
