@@ -363,6 +363,61 @@ def test_the_brand_comes_from_the_application_and_an_unmapped_one_is_set_aside(s
         assert len(orders.store.read(lambda tx: kept_orders(tx, orders.unit, "set_aside", "", 10))) == 1
 
 
+@pytest.mark.spec("ORD-05", "ORD-11")
+def test_another_order_under_the_id_of_one_that_was_set_aside_or_late_is_a_conflict(store_url: str) -> None:
+    """Of each id one is kept: what is not the same must be told, or it would be gone."""
+    with opened(store_url, application_brands={"android": "yataxi"}) as orders:
+        for why, created, more in (("set_aside", NOW, {"application": "new"}), ("late", NOW - 400 * DAY, {})):
+            one, other = (order(f"{why} 1", created, {"phone_id": each}, **more) for each in ("p1", "p2"))
+            assert orders.count(one) == [why]
+            assert orders.count(other, one) == ["conflict", why]
+            two, other = (order(f"{why} 2", created, {"phone_id": each}, **more) for each in ("p1", "p2"))
+            assert orders.count(two, other, two) == [why, "conflict", why]
+            kept = orders.store.read(lambda tx, why=why: kept_orders(tx, orders.unit, why, "", 9))  # type: ignore[misc]
+            assert [each.order for each in kept] == [one, two]
+        orders.send(order("set_aside 1", NOW, {"phone_id": "p3"}, application="new"))
+        assert len(orders.store.read(lambda tx: deadletters.listed(tx, "orders-rides"))) == 1
+
+
+@pytest.mark.spec("ORD-05", "ORD-11")
+def test_of_an_id_that_was_counted_nothing_is_set_aside(store_url: str) -> None:
+    counted, other = order("1", NOW, application="android"), order("1", NOW, {"phone_id": "p2"}, application="new")
+    with opened(store_url, application_brands={"android": "yataxi"}) as orders:
+        assert orders.count(counted, other) == ["accepted", "conflict"]
+        assert orders.count(other) == ["conflict"]
+    with opened(store_url, application_brands={"other": "yango"}) as orders:
+        assert orders.count(counted) == ["duplicate"], "it was counted, whatever it would be today"
+        assert orders.store.read(lambda tx: kept_orders(tx, orders.unit, None, "", 9)) == []
+
+
+@pytest.mark.spec("ORD-05", "ORD-07", "ORD-11")
+def test_of_an_id_that_was_left_to_history_nothing_is_set_aside(store_url: str) -> None:
+    left = order("1", START - 1, application="android")
+    other = order("1", START, {"phone_id": "p2"}, application="new")
+    with opened(store_url, start=iso(START), application_brands={"android": "yataxi"}) as orders:
+        orders.clock.advance(3 * HOUR)
+        assert orders.count(left, other) == ["before_start", "conflict"]
+        assert orders.count(other) == ["conflict"]
+    clock = ManualClock((START + HOUR) * 1_000_000)
+    with opened(store_url, start=iso(START), application_brands={"other": "yango"}, clock=clock) as orders:
+        assert orders.count(left) == ["before_start"]
+        assert len(orders.store.read(lambda tx: kept_orders(tx, orders.unit, None, "", 9))) == 1
+
+
+@pytest.mark.spec("ORD-05")
+def test_two_orders_that_are_set_aside_under_one_id_at_once_are_kept_or_told(store_url: str) -> None:
+    with opened(store_url, application_brands={"android": "yataxi"}) as orders:
+        statuses: dict[int, list[str]] = {}
+
+        def work(number: int) -> None:
+            for turn in range(10):
+                sent = order(f"o{turn}", NOW, {"phone_id": f"p{number}"}, application="new")
+                statuses.setdefault(turn, []).extend(orders.count(sent))
+
+        four_at_once(work)
+        assert [sorted(each) for each in statuses.values()] == [["conflict"] * 3 + ["set_aside"]] * 10
+
+
 @pytest.mark.spec("ORD-04", "ORD-05")
 def test_orders_arrive_by_topic_and_what_is_wrong_is_set_aside(orders: Orders) -> None:
     orders.send(

@@ -5,7 +5,7 @@ inserted first: two writers of one order meet there, and the second sees the fir
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, compress, count, islice
 from operator import eq
 from typing import Any
@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from keyfold.core.clock import SECOND_US
+from keyfold.core.errors import LostRace
 from keyfold.core.store import Transaction
 from keyfold.core.store.batch import Columns, Row
 from keyfold.core.store.shapes import (
@@ -75,27 +76,32 @@ def count_orders(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder]) 
     arrived: list[tuple[int, Order]] = []
     slices: dict[int, Slice] = {}
     by_properties: dict[tuple[tuple[str, str], ...], Slice] = {}
-    kept: list[tuple[CompletedOrder, Why]] = []
+    refused: dict[int, Why] = {}
     for index, sent in enumerate(orders):
         created_at_us = micros(sent.created_at)
         if created_at_us < late_before_us:
             verdicts[index] = Verdict(sent.order_id, "late", "created before the window in which orders are known")
-            kept.append((sent, "late"))
+            refused[index] = "late"
             continue
         try:
             order, slice_ = _placed(unit, stood.state, sent, created_at_us, by_properties)
         except NotPlaced as error:
             verdicts[index] = Verdict(sent.order_id, "set_aside", str(error))
-            kept.append((sent, "set_aside"))
+            refused[index] = "set_aside"
             continue
         arrived.append((index, order))
         if order.identities:
             slices[slice_.slice_id] = slice_
-    marked, adding = _marked(tx, unit, _with_room(tx, unit, arrived, slices, kept, verdicts), verdicts)
+    marked, adding = _marked(tx, unit, _with_room(tx, unit, arrived, slices, refused, verdicts), verdicts)
     counted = marked
+    kept: list[tuple[CompletedOrder, Why]] = []
     left: dict[str, tuple[str, ...]] = {}
     if stood.state.live_ids is None:
         counted = _told_from_left(tx, unit, arrived, marked, verdicts)
+    if refused:
+        _tell_from_known(tx, unit, orders, arrived, refused, verdicts)
+        kept = [(orders[index], why) for index, why in refused.items()]
+    if stood.state.live_ids is None:
         waiting = [order for index, order in arrived if _is_left(order, verdicts[index])]
         kept += [(order.sent, "before_start") for order in waiting]
         left = {order.order_id: order.left for order in waiting}
@@ -103,8 +109,10 @@ def count_orders(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder]) 
         unit.keep_slices(tx, [slices[each] for each in {order.slice_id for order in counted}])
         _add(tx, unit, counted, adding if len(counted) == len(marked) else None)
         _free_reservations(tx, unit, [order.order_id for order in counted])
-    new = [left[order_id] for order_id, why in keep(tx, unit, kept) if why == "before_start"]
-    _tell_history(tx, unit, stood, set(chain.from_iterable(new)))
+    new = keep(tx, unit, kept)
+    if refused:
+        _tell_from_kept(tx, unit, orders, refused, new, verdicts)
+    _tell_history(tx, unit, stood, {name for order_id, why in new if why == "before_start" for name in left[order_id]})
     found = [each for each in verdicts if each is not None]
     assert len(found) == len(orders)
     times = sum(why == "before_start" for _, why in kept)
@@ -145,7 +153,7 @@ def _with_room(
     unit: Unit,
     arrived: Sequence[tuple[int, Order]],
     slices: dict[int, Slice],
-    kept: list[tuple[CompletedOrder, Why]],
+    refused: dict[int, Why],
     verdicts: list[Verdict | None],
 ) -> list[tuple[int, Order]]:
     full = unit.without_room(tx, list(slices.values()))
@@ -153,7 +161,7 @@ def _with_room(
         if order.slice_id in full and order.identities:
             reason = f"the unit may have {unit.settings.slices_max} combinations of values, and has them"
             verdicts[index] = Verdict(order.order_id, "set_aside", reason)
-            kept.append((order.sent, "set_aside"))
+            refused[index] = "set_aside"
     return [(index, order) for index, order in arrived if verdicts[index] is None]
 
 
@@ -226,10 +234,7 @@ def _told_from_left(
     its id at the same time waits for it, and then sees what was kept.
     """
     ids = [order.order_id for order in marked]
-    kept = load(tx, unit.tables.kept, {"order_id": ids, "why": ["before_start"] * len(ids)}, ("body",))
-    decode = msgspec.json.Decoder(CompletedOrder).decode
-    left = {order_id: decode(body) for (order_id, _), (body,) in kept.items()}
-    said = {order_id: fingerprint(sent, micros(sent.created_at)) for order_id, sent in left.items()}
+    said = _said_by_kept(tx, unit, ids, "before_start")
     other = {order.order_id for order in marked if order.order_id in said and said[order.order_id] != _said(order)}
     delete(
         tx,
@@ -247,6 +252,78 @@ def _told_from_left(
             reason = "created before the start: left to the backfill"
             verdicts[index] = Verdict(order.order_id, "before_start", reason)
     return [order for order in marked if order.order_id not in other and order.identities]
+
+
+def _said_by_kept(tx: Transaction, unit: Unit, order_ids: Sequence[str], why: Why) -> dict[str, int]:
+    """What the orders said that are kept under these ids."""
+    kept = load(tx, unit.tables.kept, {"order_id": order_ids, "why": [why] * len(order_ids)}, ("body",))
+    decode = msgspec.json.Decoder(CompletedOrder).decode
+    return {order_id: _said_as_sent(decode(body)) for (order_id, _), (body,) in kept.items()}
+
+
+def _said_as_sent(sent: CompletedOrder) -> int:
+    return fingerprint(sent, micros(sent.created_at))
+
+
+def _tell_from_known(
+    tx: Transaction,
+    unit: Unit,
+    orders: Sequence[CompletedOrder],
+    arrived: Sequence[tuple[int, Order]],
+    refused: dict[int, Why],
+    verdicts: list[Verdict | None],
+) -> None:
+    """Of orders that cannot be placed, tell those that were counted before, or left to history, and others under
+    their ids: such an order is not set aside."""
+    aside = [index for index, why in refused.items() if why == "set_aside"]
+    ids = sorted({orders[index].order_id for index in aside})
+    marks = load(tx, unit.tables.marks, {"order_id": ids}, ("fingerprint",))
+    left = {order.order_id: _said(order) for index, order in arrived if _has_status(verdicts[index], "before_start")}
+    left |= _said_by_kept(tx, unit, ids, "before_start")
+    known: dict[str, tuple[int, Status, str]] = {
+        **{order_id: (said, "before_start", "left to the backfill") for order_id, said in left.items()},
+        **{order_id: (said, "duplicate", "counted") for (order_id,), (said,) in marks.items()},
+    }
+    for index in aside:
+        sent = orders[index]
+        if sent.order_id in known:
+            said, status, what = known[sent.order_id]
+            reason = f"an order of this id was {what} that said something else"
+            is_same = said == _said_as_sent(sent)
+            verdicts[index] = Verdict(sent.order_id, status) if is_same else Verdict(sent.order_id, "conflict", reason)
+            del refused[index]
+
+
+def _tell_from_kept(
+    tx: Transaction,
+    unit: Unit,
+    orders: Sequence[CompletedOrder],
+    refused: Mapping[int, Why],
+    new: Collection[Row],
+    verdicts: list[Verdict | None],
+) -> None:
+    """Under an id one order is kept for a reason: another one is a conflict, or it would be gone without a word.
+
+    Of two who keep one at once, the second waited for the first and sees it here.
+    """
+    times = Counter((orders[index].order_id, why) for index, why in refused.items())
+    known = {key for key, count in times.items() if count > 1 or key not in new}
+    said = {
+        (order_id, why): each
+        for why in {why for _, why in known}
+        for order_id, each in _said_by_kept(tx, unit, sorted(key[0] for key in known if key[1] == why), why).items()
+    }
+    for index, why in refused.items():
+        key = (orders[index].order_id, why)
+        if key in known and key not in said:
+            raise LostRace("an order that was kept is gone")
+        if key in known and said[key] != _said_as_sent(orders[index]):
+            reason = "an order of this id is kept that said something else"
+            verdicts[index] = Verdict(key[0], "conflict", reason)
+
+
+def _has_status(verdict: Verdict | None, status: Status) -> bool:
+    return verdict is not None and verdict.status == status
 
 
 def _is_left(order: Order, verdict: Verdict | None) -> bool:
@@ -349,7 +426,9 @@ def keep(tx: Transaction, unit: Unit, orders: Sequence[tuple[CompletedOrder, Why
 
     Returns the ids of those that were not known yet, each with why it is kept.
     """
-    by_key = {(sent.order_id, why): sent for sent, why in orders}
+    by_key: dict[tuple[str, Why], CompletedOrder] = {}
+    for sent, why in orders:
+        by_key.setdefault((sent.order_id, why), sent)
     if not by_key:
         return set()
     encode = msgspec.json.Encoder().encode
