@@ -23,6 +23,7 @@ from keyfold.core.errors import BadInput, Conflict, LeaseLost, SettingsWrong, To
 from keyfold.core.gather import Ask, Operation
 from keyfold.core.relay import Relay
 from keyfold.core.store import Transaction
+from keyfold.orders import metrics
 from keyfold.orders import routes as order_routes
 from keyfold.orders.model import CompletedOrder, DimensionPending, Identity, Property
 from keyfold.orders.service import counting, reading, splitting, sweeping
@@ -227,7 +228,10 @@ def test_a_clock_that_goes_back_lets_no_purged_order_in(store_url: str) -> None:
 def test_orders_created_before_the_start_are_left_to_the_backfill_and_kept(with_history: Orders) -> None:
     early, live = order("early", START - 1, ALL), order("live", START, ALL)
     with_history.clock.advance(3 * HOUR)
+    before = metrics.LEFT_TO_HISTORY.labels("rides")._value.get()
     assert with_history.count(early, live, early) == ["before_start", "accepted", "before_start"]
+    assert with_history.count(early) == ["before_start"]
+    assert metrics.LEFT_TO_HISTORY.labels("rides")._value.get() == before + 1, "each is counted once"
     assert with_history.total("phone_id", "p1") == 1
     kept = with_history.store.read(lambda tx: kept_orders(tx, with_history.unit, "before_start", "", 10))
     assert [each.order_id for each in kept] == ["early"]
@@ -1533,6 +1537,37 @@ def test_an_order_left_to_history_after_it_was_counted_makes_checks_refuse(
 
 def is_complete(orders: Orders, name: str = "phone_id") -> bool:
     return reading.is_complete(orders.store.read(orders.unit.stood).state.by_name[name])
+
+
+@pytest.mark.spec("ORD-06", "ORD-07", "ORD-13", "ORD-14")
+def test_a_late_order_from_before_the_start_is_left_to_history_too(store_url: str, tmp_path: Path) -> None:
+    with opened(store_url, start=iso(START), dedupe_days=1) as orders:
+        orders.clock.advance(2 * DAY)
+        path = write_history(tmp_path / "h.parquet", [order("h", START - 5, {"phone_id": "p2"})])
+        orders.backfill(path)
+        late = order("r", START - 1)
+        assert orders.count(late, order("s", START, {"card_id": "c"})) == ["late", "late"]
+        assert [is_complete(orders, name) for name in ("phone_id", "card_id")] == [False, True]
+        (done,) = orders.backfill(path, "phone_id")
+        assert (done.lacking, done.lacking_orders) == (1, ["r"])
+        assert not check(orders, identities={"phone_id": "p1"}, fewer_than=1).allowed
+        (done,) = orders.backfill(write_history(path, [late]), "phone_id")
+        assert (done.lacking, orders.total("phone_id", "p1")) == (0, 1)
+        assert orders.count(late) == ["late"]
+        assert is_complete(orders), "it is known, and in history"
+        kept = orders.store.read(lambda tx: kept_orders(tx, orders.unit, None, "", 9))
+        assert [(each.order_id, each.why) for each in kept] == [("r", "before_start"), ("r", "late"), ("s", "late")]
+
+
+@pytest.mark.spec("ORD-05", "ORD-06", "ORD-07", "ORD-13")
+def test_a_late_order_under_the_id_of_one_that_was_counted_is_not_left_to_history(
+    store_url: str, tmp_path: Path
+) -> None:
+    with opened(store_url, start=iso(START), dedupe_days=1) as orders:
+        orders.clock.advance(2 * DAY)
+        orders.backfill(write_history(tmp_path / "h.parquet", [order("h", START - 5)]), "phone_id")
+        assert orders.count(order("r", NOW + 2 * DAY - 60), order("r", START - 1)) == ["accepted", "late"]
+        assert is_complete(orders)
 
 
 @pytest.mark.spec("ORD-07", "ORD-08", "ORD-13")

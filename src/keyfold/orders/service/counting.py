@@ -93,30 +93,19 @@ def count_orders(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder]) 
         if order.identities:
             slices[slice_.slice_id] = slice_
     marked, adding = _marked(tx, unit, _with_room(tx, unit, arrived, slices, refused, verdicts), verdicts)
-    counted = marked
-    kept: list[tuple[CompletedOrder, Why]] = []
-    left: dict[str, tuple[str, ...]] = {}
-    if stood.state.live_ids is None:
+    counted, has_history = marked, stood.state.live_ids is None
+    if has_history:
         counted = _told_from_left(tx, unit, arrived, marked, verdicts)
-    if refused:
-        _tell_from_known(tx, unit, orders, arrived, refused, verdicts)
-        kept = [(orders[index], why) for index, why in refused.items()]
-    if stood.state.live_ids is None:
-        waiting = [order for index, order in arrived if _is_left(order, verdicts[index])]
-        kept += [(order.sent, "before_start") for order in waiting]
-        left = {order.order_id: order.left for order in waiting}
     if counted:
         unit.keep_slices(tx, [slices[each] for each in {order.slice_id for order in counted}])
         _add(tx, unit, counted, adding if len(counted) == len(marked) else None)
         _free_reservations(tx, unit, [order.order_id for order in counted])
-    new = keep(tx, unit, kept)
     if refused:
-        _tell_from_kept(tx, unit, orders, refused, new, verdicts)
-    _tell_history(tx, unit, stood, {name for order_id, why in new if why == "before_start" for name in left[order_id]})
+        _keep_refused(tx, unit, orders, arrived, refused, verdicts)
+    left = _leave(tx, unit, stood, orders, arrived, refused, verdicts) if has_history else 0
     found = [each for each in verdicts if each is not None]
     assert len(found) == len(orders)
-    times = sum(why == "before_start" for _, why in kept)
-    tx.after_commit.append(lambda: _measure(unit, found, times))
+    tx.after_commit.append(lambda: _measure(unit, found, left))
     return found
 
 
@@ -265,7 +254,7 @@ def _said_as_sent(sent: CompletedOrder) -> int:
     return fingerprint(sent, micros(sent.created_at))
 
 
-def _tell_from_known(
+def _keep_refused(
     tx: Transaction,
     unit: Unit,
     orders: Sequence[CompletedOrder],
@@ -273,8 +262,26 @@ def _tell_from_known(
     refused: dict[int, Why],
     verdicts: list[Verdict | None],
 ) -> None:
-    """Of orders that cannot be placed, tell those that were counted before, or left to history, and others under
-    their ids: such an order is not set aside."""
+    """Keep orders that are late or cannot be placed; of them, take out and tell what is known, and what conflicts."""
+
+    def tell(found: Mapping[int, Verdict]) -> None:
+        for index, verdict in found.items():
+            verdicts[index] = verdict
+            del refused[index]
+
+    tell(_known_otherwise(tx, unit, orders, arrived, refused, verdicts))
+    tell(_kept_otherwise(tx, unit, orders, refused))
+
+
+def _known_otherwise(
+    tx: Transaction,
+    unit: Unit,
+    orders: Sequence[CompletedOrder],
+    arrived: Sequence[tuple[int, Order]],
+    refused: Mapping[int, Why],
+    verdicts: Sequence[Verdict | None],
+) -> dict[int, Verdict]:
+    """What is to be said of orders that cannot be placed and whose ids were counted, or left to history."""
     aside = [index for index, why in refused.items() if why == "set_aside"]
     ids = sorted({orders[index].order_id for index in aside})
     marks = load(tx, unit.tables.marks, {"order_id": ids}, ("fingerprint",))
@@ -284,28 +291,24 @@ def _tell_from_known(
         **{order_id: (said, "before_start", "left to the backfill") for order_id, said in left.items()},
         **{order_id: (said, "duplicate", "counted") for (order_id,), (said,) in marks.items()},
     }
+    found: dict[int, Verdict] = {}
     for index in aside:
         sent = orders[index]
         if sent.order_id in known:
             said, status, what = known[sent.order_id]
-            reason = f"an order of this id was {what} that said something else"
-            is_same = said == _said_as_sent(sent)
-            verdicts[index] = Verdict(sent.order_id, status) if is_same else Verdict(sent.order_id, "conflict", reason)
-            del refused[index]
+            other = Verdict(sent.order_id, "conflict", f"an order of this id was {what} that said something else")
+            found[index] = Verdict(sent.order_id, status) if said == _said_as_sent(sent) else other
+    return found
 
 
-def _tell_from_kept(
-    tx: Transaction,
-    unit: Unit,
-    orders: Sequence[CompletedOrder],
-    refused: Mapping[int, Why],
-    new: Collection[Row],
-    verdicts: list[Verdict | None],
-) -> None:
-    """Under an id one order is kept for a reason: another one is a conflict, or it would be gone without a word.
+def _kept_otherwise(
+    tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder], refused: Mapping[int, Why]
+) -> dict[int, Verdict]:
+    """Keep orders, under an id one for a reason: another one is a conflict, or it would be gone without a word.
 
-    Of two who keep one at once, the second waited for the first and sees it here.
+    Of two who keep one at once, the second waits for the first, and sees it here.
     """
+    new = keep(tx, unit, [(orders[index], why) for index, why in refused.items()])
     times = Counter((orders[index].order_id, why) for index, why in refused.items())
     known = {key for key, count in times.items() if count > 1 or key not in new}
     said = {
@@ -313,13 +316,33 @@ def _tell_from_kept(
         for why in {why for _, why in known}
         for order_id, each in _said_by_kept(tx, unit, sorted(key[0] for key in known if key[1] == why), why).items()
     }
-    for index, why in refused.items():
-        key = (orders[index].order_id, why)
-        if key in known and key not in said:
-            raise LostRace("an order that was kept is gone")
-        if key in known and said[key] != _said_as_sent(orders[index]):
-            reason = "an order of this id is kept that said something else"
-            verdicts[index] = Verdict(key[0], "conflict", reason)
+    if known - said.keys():
+        raise LostRace("an order that was kept is gone")
+    reason = "an order of this id is kept that said something else"
+    return {
+        index: Verdict(orders[index].order_id, "conflict", reason)
+        for index, why in refused.items()
+        if (key := (orders[index].order_id, why)) in known and said[key] != _said_as_sent(orders[index])
+    }
+
+
+def _leave(
+    tx: Transaction,
+    unit: Unit,
+    stood: Stood,
+    orders: Sequence[CompletedOrder],
+    arrived: Sequence[tuple[int, Order]],
+    refused: Mapping[int, Why],
+    verdicts: Sequence[Verdict | None],
+) -> int:
+    """Keep the orders that history has to count, late ones too, and tell it of new ones; returns how many are new."""
+    waiting = [(order.sent, order.left) for index, order in arrived if _is_left(order, verdicts[index])]
+    late = [orders[index] for index, why in refused.items() if why == "late"]
+    waiting += _late_and_left(tx, unit, stood.state, late)
+    left = {sent.order_id: types for sent, types in reversed(waiting)}
+    new = keep(tx, unit, [(sent, "before_start") for sent, _ in waiting])
+    _tell_history(tx, unit, stood, {name for order_id, _ in new for name in left[order_id]})
+    return len(new)
 
 
 def _has_status(verdict: Verdict | None, status: Status) -> bool:
@@ -419,6 +442,18 @@ def _free_reservations(tx: Transaction, unit: Unit, order_ids: Sequence[str]) ->
     """A place that was held for an order is taken by the order itself."""
     if tx.rows(unit.any_reservation):
         delete(tx, unit.tables.reservations, {"order_id": order_ids})
+
+
+def _late_and_left(
+    tx: Transaction, unit: Unit, state: UnitState, late: Sequence[CompletedOrder]
+) -> list[tuple[CompletedOrder, tuple[str, ...]]]:
+    """Late orders that history has to count, and for which types; none that is another order than one that counts."""
+    counted = [(sent, unit.counted_as(state, sent)) for sent in late]
+    left = [(sent, types) for sent, order in counted if order is not None and (types := left_types(order, state))]
+    ids = sorted({sent.order_id for sent, _ in left})
+    marks = load(tx, unit.tables.marks, {"order_id": ids}, ("fingerprint",))
+    said = {order_id: mark for (order_id,), (mark,) in marks.items()}
+    return [(sent, types) for sent, types in left if said.get(sent.order_id) in (None, _said_as_sent(sent))]
 
 
 def keep(tx: Transaction, unit: Unit, orders: Sequence[tuple[CompletedOrder, Why]]) -> set[Row]:

@@ -1,6 +1,6 @@
 """The history part of cells: set whole identity by identity, so that setting it again is right whatever was there."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -11,7 +11,7 @@ from keyfold.core.errors import BadInput, Conflict
 from keyfold.core.store import Store, Transaction, batch
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import increment, load
-from keyfold.orders.model import CompletedOrder, IdentityType, LeftOut, NotPlaced, Slice, UnitState, micros
+from keyfold.orders.model import CompletedOrder, IdentityType, Slice, UnitState, micros
 from keyfold.orders.service.unit import Stood, Unit
 from keyfold.orders.tables import NEVER_FROM_US, NEVER_TO_US
 
@@ -178,24 +178,14 @@ def _page_of_left(tx: Transaction, unit: Unit, kind: IdentityType, after: str) -
     wanted = sa.select(kept.c.order_id, kept.c.body).where(kept.c.why == "before_start", kept.c.order_id > after)
     page = tx.execute(wanted.order_by(kept.c.order_id).limit(KEPT_ROWS)).all()
     decode = msgspec.json.Decoder(CompletedOrder).decode
-    orders = [(row.order_id, decode(row.body)) for row in page]
     state = unit.stood(tx).state
+    orders = [(row.order_id, unit.counted_as(state, decode(row.body))) for row in page]
     left = [
         order_id
         for order_id, order in orders
-        if not kind.takes(micros(order.created_at)) and kind.name in _types_of(unit, state, order)
+        if order is not None and kind.name in order.identities and not kind.takes(micros(order.created_at))
     ]
     return (page[-1].order_id if len(page) == KEPT_ROWS else None), left
-
-
-def _types_of(unit: Unit, state: UnitState, sent: CompletedOrder) -> Collection[str]:
-    """The identity types of an order as it is counted; as it was sent where its hook does not tell."""
-    try:
-        return unit.hooked(state, sent).identities
-    except LeftOut:
-        return ()
-    except NotPlaced:
-        return sent.identities
 
 
 def finish(tx: Transaction, unit: Unit, kind: IdentityType, filled_at_us: int, lacking: int) -> None:
