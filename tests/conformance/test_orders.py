@@ -179,6 +179,22 @@ def test_marks_are_purged_behind_the_watermark_in_bounded_steps_and_their_orders
         assert orders.total("phone_id", "p1") == 50
 
 
+@pytest.mark.spec("ORD-05", "ORD-07")
+def test_an_order_that_was_left_is_known_for_as_long_as_one_that_was_counted(store_url: str) -> None:
+    refused = pytest.raises(SettingsWrong, match="keep_days must not be less than dedupe_days")
+    with refused, opened(store_url, start=iso(START), dedupe_days=30, keep_days=29):
+        pass
+    with opened(store_url, start=iso(START), dedupe_days=1, keep_days=1) as orders:
+        orders.clock.advance(2 * HOUR - 300)
+        assert orders.count(order("1", START - 1)) == ["before_start"], "it was created in the future"
+        orders.clock.advance(DAY + 1)
+        assert orders.store.transact(lambda tx: sweeping.purge_kept(tx, orders.unit, 10)) == 0
+        assert orders.count(order("1", START - 1, tariff="other")) == ["conflict"]
+        orders.clock.advance(600)
+        assert orders.store.transact(lambda tx: sweeping.purge_kept(tx, orders.unit, 10)) == 1
+        assert orders.count(order("1", START - 1, tariff="other")) == ["late"]
+
+
 @pytest.mark.spec("ORD-06")
 def test_kept_orders_and_places_of_one_moment_are_purged_in_bounded_steps(store_url: str) -> None:
     with opened(store_url, dedupe_days=10) as orders:

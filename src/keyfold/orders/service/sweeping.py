@@ -2,6 +2,7 @@
 
 import sqlalchemy as sa
 
+from keyfold.core.clock import SECOND_US
 from keyfold.core.store import Transaction
 from keyfold.orders.service.unit import DAY_US, STATE, Unit
 
@@ -33,7 +34,8 @@ def purge_marks(tx: Transaction, unit: Unit, rows_max: int) -> int:
 
 
 def purge_kept(tx: Transaction, unit: Unit, rows_max: int) -> int:
-    before = tx.now_us - unit.settings.keep_days * DAY_US
+    """Not before an order is late that was left to history: by its moment, which may have been ahead of its coming."""
+    before = tx.now_us - unit.settings.keep_days * DAY_US - unit.settings.future_seconds_max * SECOND_US
     return _delete_oldest(tx, unit.tables.kept, unit.tables.kept.c.kept_at_us, before, rows_max)
 
 
