@@ -87,13 +87,18 @@ def must_be_check(state: UnitState, unit: Unit, check: Check) -> None:
         raise BadInput(
             f"a place can be held for 1 to {unit.settings.reserve_seconds_max} seconds", place="reserve.seconds"
         )
-    longest = max(len(each.value.encode()) for each in check.identities)
-    if longest + len(check.order_id.encode()) + len(check.filter_text.encode()) > HELD_BYTES_MAX:
+    longest = max(_bytes(each.value) for each in check.identities)
+    if longest + _bytes(check.order_id) + _bytes(check.filter_text) > HELD_BYTES_MAX:
         raise BadInput(
             f"an identity, the order and the filters of a place are together longer than {HELD_BYTES_MAX} bytes",
             place="filters",
             hint="Filter by fewer properties, or check without `reserve`",
         )
+
+
+def _bytes(text: str) -> int:
+    """Of text that the store may yet refuse, too."""
+    return len(text.encode(errors="surrogatepass"))
 
 
 def check_orders(tx: Transaction, unit: Unit, checks: Sequence[Check]) -> list[Checked | KeyfoldError]:
