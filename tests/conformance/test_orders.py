@@ -381,6 +381,10 @@ def test_the_brand_comes_from_the_application_and_an_unmapped_one_is_set_aside(s
         assert [(each.order_id, each.status) for each in verdicts] == [("2", "accepted"), ("3", "set_aside")]
         assert orders.total("phone_id", "p1", brand="yango") == 1
         assert len(orders.store.read(lambda tx: kept_orders(tx, orders.unit, "set_aside", "", 10))) == 1
+    with opened(store_url) as orders:
+        _, verdicts = orders.store.transact(lambda tx: redrive(tx, orders.unit, "", 100))
+        assert [(each.order_id, each.status) for each in verdicts] == [("3", "set_aside")]
+        assert "there is no property 'application'" in verdicts[0].reason
 
 
 @pytest.mark.spec("ORD-05", "ORD-11")
@@ -834,7 +838,7 @@ def test_an_order_is_taken_back_exactly_once_with_an_audit_record(orders: Orders
         done = orders.store.transact(lambda tx: correct_orders(tx, orders.unit, ids, "fraud", "test"))
         return [each.status for each in done]
 
-    assert correct("1", "nobody") == ["corrected", "not known"]
+    assert correct("1", "nobody", "1") == ["corrected", "not known", "corrected before"]
     assert correct("1") == ["corrected before"]
     assert orders.cells() == recount([two], DIMENSIONS, list(ALL))
     assert orders.count(one) == ["duplicate"], "within the window it cannot be counted again"

@@ -44,17 +44,21 @@ def kept_orders(tx: Transaction, unit: Unit, why: str | None, after: str, limit:
 
 
 def redrive(tx: Transaction, unit: Unit, after: str, limit: int) -> tuple[str | None, list[Verdict]]:
-    """Count orders again that were set aside, now that the unit may place them; where to go on, and what became."""
+    """Count orders again that were set aside, now that the unit may place them; where to go on, and what became.
+
+    Also of those that are wrong by now, which stay where they are.
+    """
     page = kept_orders(tx, unit, "set_aside", after, limit)
     must_be_order = order_check(tx, unit)
     good: list[CompletedOrder] = []
+    wrong: list[Verdict] = []
     for each in page:
         try:
             must_be_order(each.order, each.order_id)
             good.append(each.order)
-        except BadInput:
-            continue
+        except BadInput as error:
+            wrong.append(Verdict(each.order_id, "set_aside", str(error)))
     verdicts = count_orders(tx, unit, good)
     gone = [each.order_id for each in verdicts if each.status != "set_aside"]
     delete(tx, unit.tables.kept, {"order_id": gone, "why": ["set_aside"] * len(gone)})
-    return (page[-1].order_id if len(page) >= limit else None), verdicts
+    return (page[-1].order_id if len(page) >= limit else None), [*verdicts, *wrong]
