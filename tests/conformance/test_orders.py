@@ -576,7 +576,7 @@ def test_a_look_up_answers_as_a_read_does_or_not_at_all(store_url: str) -> None:
     chance = random.Random(12)
     with opened(store_url) as writer, opened(store_url) as other:
         if writer.store.is_sqlite:
-            return
+            pytest.skip("its reads are all answered by the lanes")
         assert other.unit.remembered() is None
         query = Query([Identity("phone_id", "p1")])
         assert reading.lookup_of(other.unit, query) is None
@@ -687,6 +687,8 @@ def test_a_place_is_held_until_it_expires_and_counting_the_order_takes_it(orders
     assert not check(orders, "c", fewer_than=2).allowed
     assert check(orders, "a", fewer_than=2).allowed, "asked for again it is the same place"
     assert not check(orders, fewer_than=2).allowed, "what is held is taken"
+    assert not check(orders, "a", fewer_than=1).allowed
+    assert not check(orders, "c", fewer_than=2).allowed, "whoever was told yes may rely on it, a no later on or not"
     orders.count(order("a", NOW, {"phone_id": "p1", "card_id": "c1"}))
     assert not check(orders, "c", fewer_than=2).allowed
     with pytest.raises(Conflict, match="counted already"):
@@ -742,7 +744,9 @@ def test_two_who_ask_at_once_do_not_both_get_the_last_place(store_url: str) -> N
         def work(number: int) -> None:
             for turn in range(10):
                 name = f"{number}-{turn}"
-                shared = {"phone_id": "p1", "card_id": f"c{number % 2}"}
+                # They meet on an identity that is the first of some, and the second of others.
+                own, met = ("card_id", f"c{number}"), ("phone_id", "p1")
+                shared = dict([own, met] if number % 2 else [met, own])
                 if check(orders, name, identities=shared, fewer_than=7).allowed:
                     granted.append(name)
 
