@@ -198,14 +198,41 @@ def test_one_wrong_order_refuses_its_request_and_no_other(served: Served) -> Non
     assert send(served, good)["accepted"] == 1
 
 
-@pytest.mark.spec("ORD-06", "ORD-07")
+METRICS = (
+    'keyfold_orders_total{status="accepted",unit="rides"}',
+    'keyfold_orders_total{status="duplicate",unit="rides"}',
+    'keyfold_orders_total{status="late",unit="rides"}',
+    'keyfold_orders_left_to_history_total{unit="rides"}',
+    'keyfold_orders_left_to_history_total{unit="food"}',
+    'keyfold_order_checks_total{answer="allowed",unit="rides"}',
+    'keyfold_order_checks_total{answer="refused",unit="rides"}',
+    'keyfold_orders_corrected_total{unit="rides"}',
+)
+
+
+def measured(served: Served) -> dict[str, float]:
+    """What the metrics of orders have come to; zero where nothing was measured yet."""
+    lines = served.call("GET", "/metrics", served.token).text.splitlines()
+    told = {name: float(value) for name, _, value in (each.rpartition(" ") for each in lines) if name in METRICS}
+    return {name: told.get(name, 0.0) for name in METRICS}
+
+
+@pytest.mark.spec("ORD-06", "ORD-07", "ORD-14", "ORD-16")
 def test_the_metrics_tell_what_became_of_orders(served: Served) -> None:
-    send(served, completed("m1", {"phone_id": "m"}), completed("m2", {"phone_id": "m"}, now(-100 * 86_400)))
-    send(served, completed("m3", {"eater": "m"}), unit="food")
-    metrics = served.call("GET", "/metrics", served.token).text
-    assert 'keyfold_orders_total{status="accepted",unit="rides"}' in metrics
-    assert 'keyfold_orders_total{status="late",unit="rides"}' in metrics
-    assert 'keyfold_orders_left_to_history_total{unit="food"}' in metrics
+    before = measured(served)
+    sent = [completed(f"m{n}", {"phone_id": "m"}) for n in range(3)]
+    send(served, *sent, completed("m3", {"phone_id": "m"}, now(-100 * 86_400)))
+    send(served, *sent[:2])
+    left = [completed(f"l{n}", {"eater": "m"}) for n in range(2)]
+    send(served, *left, unit="food")
+    send(served, *left, unit="food")
+    for fewer_than in (2, 3, 4):
+        who = {"identities": [{"type": "phone_id", "value": "m"}], "fewer_than": fewer_than}
+        assert ask(served, "/v1/orders/check", who).status_code == 200
+    ask(served, "/v1/orders/corrections", {"order_ids": ["m0", "m1", "nobody"], "reason": "refund"})
+    ask(served, "/v1/orders/corrections", {"order_ids": ["m1"], "reason": "refund"})
+    after = measured(served)
+    assert [after[name] - before[name] for name in METRICS] == [3, 2, 1, 0, 2, 1, 2, 2]
 
 
 # Commands ---------------------------------------------------------------------------------------------------------
@@ -324,6 +351,11 @@ def unchanged(served: Served, tmp_path: Path, in_process: Run) -> Terminal:
         (("check", *["phone_id=1"] * 101, "--fewer-than", "1"), "101 identities, 100 are allowed (at identities)"),
         (("check", "phone_id=1", "--fewer-than", "0"), "0 is not at least 1"),
         (("check", "phone_id=1"), "a check needs `fewer_than` or `at_least`"),
+        (("check", "phone_id=1", "--fewer-than", "1", "--reserve", ""), "length >= 1 (at --reserve)"),
+        (("check", "phone_id=1", "--fewer-than", "1", "--reserve", "x" * 201), "length <= 200 (at --reserve)"),
+        (("correct", "1", "x" * 201, "--reason", "fraud"), "length <= 200 (at order_ids[1])"),
+        (("correct", "1", "--reason", ""), "length >= 1 (at --reason)"),
+        (("correct", "1", "--reason", "x" * 201), "length <= 200 (at --reason)"),
         (("backfill", "--from", "nothing.parquet"), "there is no history to count"),
         (("backfill", "--identity", "mail", "--from", "x"), "there is no identity type 'mail'"),
         (("add-dimension", "city"), "say where history has it: --from TABLE.COLUMN"),

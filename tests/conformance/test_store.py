@@ -187,6 +187,17 @@ def test_a_value_that_does_not_fit_is_refused_and_nothing_changes(store: Store, 
 
 
 @pytest.mark.spec("CORE-14")
+def test_a_key_longer_than_an_index_holds_is_refused_not_an_error_of_ours(store: Store) -> None:
+    if store.is_sqlite:
+        pytest.skip("its keys have no such bound")
+    chance = random.Random(1)
+    key = "".join(chr(chance.randrange(0x10000, 0x30000)) for _ in range(1_000))
+    with pytest.raises(DataRefused, match="index row size"):
+        store.transact(add(["b", key]))
+    assert values(store) == {}
+
+
+@pytest.mark.spec("CORE-14")
 def test_an_addition_that_overflows_64_bits_is_refused(store: Store) -> None:
     store.transact(add(["a"], 2**63 - 1))
     with pytest.raises(DataRefused, match="does not fit in 64 bits"):

@@ -181,6 +181,17 @@ def _(plot: Plot) -> None:
     plot.name(checking, "increment", pass_by)
 
 
+@plant("whoever reserves takes the gate of the first identity alone", WRITERS, "orders")
+def _(plot: Plot) -> None:
+    increment = checking.increment
+
+    def take_first(tx: Transaction, table: sa.Table, columns: Any, **named: Any) -> Any:
+        first = {name: values[:1] for name, values in columns.items()}
+        return increment(tx, table, first if _is(table, "gates") else columns, **named)
+
+    plot.name(checking, "increment", take_first)
+
+
 # Corrections ---------------------------------------------------------------------------------------------------------
 
 

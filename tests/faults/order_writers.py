@@ -50,9 +50,9 @@ def last_place(orders: Orders, *, rounds: int = ROUNDS) -> list[str]:
 
     def ask(wanted: tuple[int, int, threading.Barrier]) -> bool:
         number, worker, together = wanted
-        check = Check(
-            [Identity("phone_id", f"p{number}")], fewer_than=1, order_id=f"o{number}/{worker}", reserve_seconds=HOUR
-        )
+        # The only place is of the second identity: it is not enough that those meet who ask for the same first one.
+        whose = [Identity("card_id", f"c{number}/{worker}"), Identity("phone_id", f"p{number}")]
+        check = Check(whose, fewer_than=1, order_id=f"o{number}/{worker}", reserve_seconds=HOUR)
         together.wait()
         (answer,) = orders.store.transact(lambda tx: check_orders(tx, orders.unit, [check]), name="check")
         assert isinstance(answer, Checked)

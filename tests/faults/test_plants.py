@@ -266,6 +266,9 @@ def test_workers_at_once_on_one_profile_catch_this_bug(plant: Plant, postgres_ur
 ORDER_WRITERS: dict[str, Callable[[Orders], list[str]]] = {
     "marks of orders are looked for, and then inserted": lambda orders: busy(order_writers.writing_of(orders)).broken,
     "whoever reserves takes no gate": lambda orders: order_writers.last_place(orders, rounds=100),
+    "whoever reserves takes the gate of the first identity alone": lambda orders: order_writers.last_place(
+        orders, rounds=100
+    ),
     "corrections are looked for, and then inserted": lambda orders: order_writers.taken_back_by_two(orders, rounds=50),
 }
 

@@ -102,16 +102,18 @@ def query(
 ) -> Answer:
     """Count the completed orders of identities."""
     from keyfold.orders.service.lagging import Lag
-    from keyfold.orders.service.reading import Query, evidence_of, must_be_known, read_orders
+    from keyfold.orders.service.reading import Evidence, Query, evidence_of, must_be_known, read_orders
 
     context, own = _unit(ctx, unit)
     whose = _identities(identities, context.limits.batch_items_max)
     asked = Query(whose, _properties(filters), group_by or [])
     context.store.read(lambda tx: must_be_known(own.seen(tx).state, asked))
-    read = context.store.read(lambda tx: read_orders(tx, own, asked))
-    if evidence:
+    found: list[Evidence] = []
+    if evidence:  # before the counts: what comes in between is then counted, and never neither counted nor told of
         lag = Lag(context).messages(own)
         found = context.store.read(lambda tx: evidence_of(tx, own, asked.identities, lag))
+    read = context.store.read(lambda tx: read_orders(tx, own, asked))
+    if evidence:
         read = [msgspec.structs.replace(one, evidence=two) for one, two in zip(read, found, strict=True)]
     rows = [
         {
@@ -151,11 +153,13 @@ def check(
     Whether every identity has fewer (or at least) so many; exits with 1 where not.
     """
     from keyfold.core.errors import KeyfoldError
+    from keyfold.orders.model import Text
     from keyfold.orders.service.checking import CHECKED_MAX, Check, check_orders, must_be_check
 
     context, own = _unit(ctx, unit)
     whose = _identities(identities, CHECKED_MAX)
-    asked = Check(whose, _properties(filters), fewer_than, at_least, reserve, seconds, allow_incomplete)
+    held = None if reserve is None else _converted(reserve, Text, "--reserve")
+    asked = Check(whose, _properties(filters), fewer_than, at_least, held, seconds, allow_incomplete)
 
     def work(tx: Any) -> Any:
         must_be_check(own.stood(tx).state, own, asked)
@@ -351,13 +355,15 @@ def correct(
     unit: UnitOption = "rides",
 ) -> Answer:
     """Take back orders that were counted by mistake."""
+    from keyfold.orders.model import Text
     from keyfold.orders.service.correcting import CORRECTIONS_MAX, correct_orders
 
     context, own = _unit(ctx, unit)
     if len(order_ids) > CORRECTIONS_MAX:
         raise BadInput(f"{len(order_ids)} orders, {CORRECTIONS_MAX} can be taken back at once")
+    ids, why = _converted(order_ids, list[Text], "order_ids"), _converted(reason, Text, "--reason")
     done = context.store.transact(
-        lambda tx: correct_orders(tx, own, order_ids, reason, "command line"), name="orders correct", once=True
+        lambda tx: correct_orders(tx, own, ids, why, "command line"), name="orders correct", once=True
     )
     table = [{"order": each.order_id, "status": each.status} for each in done]
     return Answer(data=done, table=table, exit_code=1 if any(each.status == "not known" for each in done) else 0)
@@ -436,12 +442,12 @@ def _properties(given: list[str] | None) -> "list[Property]":
     return _converted([{"name": name, "value": value} for name, value in pairs], list[Property], "filters")
 
 
-def _converted(given: list[dict[str, str]], kind: type[T], place: str) -> T:
+def _converted(given: object, kind: type[T], place: str) -> T:
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         detail, _, at = str(error).partition(" - at ")
-        raise BadInput(detail[:1].lower() + detail[1:], place=at.strip("`").replace("$", place, 1)) from None
+        raise BadInput(detail[:1].lower() + detail[1:], place=at.strip("`").replace("$", place, 1) or place) from None
 
 
 def _where(unit: "Unit", given: str | None) -> str:

@@ -21,7 +21,10 @@ H = TypeVar("H", bound=Callable[..., Any])
 
 
 def completed(function: H) -> H:
-    """Every completed order passes through it before it is counted: changed, or left out by None."""
+    """Every completed order passes through it before it is counted: changed, or set aside by None.
+
+    Identities and properties may change; the id of the order and its moment may not.
+    """
     setattr(function, _MARK, "completed")
     return function
 

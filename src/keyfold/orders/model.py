@@ -132,7 +132,7 @@ class Order(Struct, frozen=True, gc=False):
     identities: dict[int, str]
     slice_id: int
     sent: CompletedOrder
-    is_whole: bool  # every identity that it has counts live
+    left: tuple[str, ...] = ()  # the types of its other identities: for those history counts it
 
 
 class Slice(Struct, frozen=True, gc=False):
@@ -148,6 +148,10 @@ class Slice(Struct, frozen=True, gc=False):
 
 class NotPlaced(Exception):
     """The order is well formed, but cannot be placed as the unit is set up."""
+
+
+class LeftOut(NotPlaced):
+    """The hook of the unit does not want the order counted."""
 
 
 def micros(moment: datetime) -> int:
@@ -215,6 +219,12 @@ def live_identities(order: CompletedOrder, state: UnitState) -> dict[int, str]:
     return {
         by_name[name].type_id: value for name, value in order.identities.items() if by_name[name].takes(created_at_us)
     }
+
+
+def left_types(order: CompletedOrder, state: UnitState) -> tuple[str, ...]:
+    """The types of identities for which history counts the order, not live counting."""
+    created_at_us = micros(order.created_at)
+    return tuple(name for name in order.identities if not state.by_name[name].takes(created_at_us))
 
 
 # Reading ----------------------------------------------------------------------------------------------------------

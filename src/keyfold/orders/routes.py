@@ -17,7 +17,15 @@ from keyfold.orders.service.correcting import CORRECTIONS_MAX, Corrected, correc
 from keyfold.orders.service.counting import Verdict, count_orders, must_be_orders
 from keyfold.orders.service.keeping import KeptOrder, kept_orders
 from keyfold.orders.service.lagging import Lag
-from keyfold.orders.service.reading import IdentityData, Query, evidence_of, lookup_of, must_be_known, read_many
+from keyfold.orders.service.reading import (
+    Evidence,
+    IdentityData,
+    Query,
+    evidence_of,
+    lookup_of,
+    must_be_known,
+    read_many,
+)
 from keyfold.orders.service.unit import Unit, Units, opened
 
 Work = Callable[[Transaction, Unit, Sequence[Ask]], list[Outcome]]  # of the asks for one unit
@@ -104,7 +112,9 @@ class KeptQuery(Struct, frozen=True, forbid_unknown_fields=True):
     unit: UnitName = "rides"
     why: Literal["any", "late", "before_start", "set_aside"] = "any"
     after: Annotated[str, Meta(max_length=200, pattern=r"^[^\x00]*$", description="the order_id to go on behind")] = ""
-    limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
+    limit: Annotated[
+        int, Meta(ge=1, le=1_000, description="about how many; one kept for several reasons is never torn apart")
+    ] = 100
 
 
 class Kept(Struct, frozen=True):
@@ -245,8 +255,10 @@ def _reading(context: Context, units: Units, lag: Lag) -> Operation:
                 good.append((index, query))
             except KeyfoldError as error:
                 wrong[index] = error
+        # Evidence before counts: what came in between is then counted, and never neither counted nor told of.
+        proven = {at: _evidence(tx, unit, lag, query) for at, query in good if asks[at].query.evidence}
         read = dict(zip([at for at, _ in good], read_many(tx, unit, [query for _, query in good]), strict=True))
-        return [wrong[at] if at in wrong else _answered(tx, unit, lag, ask, read[at]) for at, ask in enumerate(asks)]
+        return [wrong[at] if at in wrong else _answered(read[at], proven.get(at)) for at in range(len(asks))]
 
     def question(ask: Ask) -> Question | None:
         if ask.query.evidence:
@@ -273,10 +285,14 @@ def _reading(context: Context, units: Units, lag: Lag) -> Operation:
     )
 
 
-def _answered(tx: Transaction, unit: Unit, lag: Lag, ask: Ask, read: list[IdentityData]) -> OrdersAnswer:
-    if not ask.query.evidence:
+def _evidence(tx: Transaction, unit: Unit, lag: Lag, query: Query) -> list[Evidence]:
+    waiting = lag.messages(unit)
+    return evidence_of(tx, unit, query.identities, waiting)
+
+
+def _answered(read: list[IdentityData], evidence: list[Evidence] | None) -> OrdersAnswer:
+    if evidence is None:
         return OrdersAnswer(read)
-    evidence = evidence_of(tx, unit, ask.body.identities, lag.messages(unit))
     return OrdersAnswer([IdentityData(one.identity, one.data, two) for one, two in zip(read, evidence, strict=True)])
 
 

@@ -56,7 +56,7 @@ class UnitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     application_brands: dict[str, str] = {}  # the brand of an application
     mixed_brand: str = ""  # in older documents: the brand of counts that name none
     dedupe_days: Annotated[int, Meta(ge=1, le=3650)] = 30  # an order is known for so long; older ones are late
-    keep_days: Annotated[int, Meta(ge=1, le=3650)] = 90  # how long late and set aside orders can be listed
+    keep_days: Annotated[int, Meta(ge=1, le=3650)] = 90  # how long orders that were not counted can be listed
     future_seconds_max: Annotated[int, Meta(ge=0, le=86_400)] = 300
     start_lead_seconds_min: Annotated[int, Meta(ge=0, le=30 * 86_400)] = (
         900  # a start lies this far ahead when it is set
@@ -85,6 +85,9 @@ class UnitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError("application_brands: there is no dimension `brand`")
         if self.start_lead_seconds_min < self.future_seconds_max:
             raise ValueError("start_lead_seconds_min must not be less than future_seconds_max")
+        if self.keep_days < self.dedupe_days:
+            # An order that was left to history is told from another one under its id by what is kept of it.
+            raise ValueError("keep_days must not be less than dedupe_days")
 
 
 class OrdersSettings(Section, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ def test_each_cell_stands_once_in_key_order_with_its_count_its_first_and_its_las
     given: list[tuple[int, int, dict[int, str]]],
 ) -> None:
     sent = CompletedOrder("o", EPOCH, {}, {})
-    found = _cells([Order("o", created, identities, slice_, sent, True) for created, slice_, identities in given])
+    found = _cells([Order("o", created, identities, slice_, sent) for created, slice_, identities in given])
     moments: dict[tuple[int, str, int], list[int]] = {}
     for created, slice_, identities in given:
         for type_id, value in identities.items():

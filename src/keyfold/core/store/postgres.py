@@ -165,7 +165,8 @@ class PostgresEngine:
             return StoreRefused(text, hint="Look at store.url")
         if state == "22003":
             return DataRefused("a number does not fit in 64 bits")
-        if state[:2] in {"22", "23"} or isinstance(error, sa.exc.DataError):
+        # 54000: a value is too long for an index, which nobody sees before it is stored.
+        if state[:2] in {"22", "23"} or state == "54000" or isinstance(error, sa.exc.DataError):
             return DataRefused(text)
         if not state and isinstance(error, sa.exc.OperationalError):
             return StoreUnreachable(text)

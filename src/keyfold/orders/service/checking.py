@@ -21,6 +21,9 @@ from keyfold.orders.service.reading import CellKey, Query, cells_of, columns_of,
 from keyfold.orders.service.unit import Unit
 
 CHECKED_MAX = 100  # identities of one check
+# Of the identity, the order and the filters of a place, which are its key: PostgreSQL has room for 2,704 in an index,
+# with what it keeps of its own.
+HELD_BYTES_MAX = 2_600
 
 
 class Check(Struct, frozen=True):
@@ -37,6 +40,11 @@ class Check(Struct, frozen=True):
     @property
     def filter_values(self) -> dict[str, str]:
         return {each.name: each.value for each in self.filters}
+
+    @property
+    def filter_text(self) -> str:
+        """The filters as a place is stored with them."""
+        return msgspec.json.encode(self.filter_values, order="sorted").decode()
 
 
 class CheckedIdentity(Struct, frozen=True):
@@ -79,6 +87,18 @@ def must_be_check(state: UnitState, unit: Unit, check: Check) -> None:
         raise BadInput(
             f"a place can be held for 1 to {unit.settings.reserve_seconds_max} seconds", place="reserve.seconds"
         )
+    longest = max(_bytes(each.value) for each in check.identities)
+    if longest + _bytes(check.order_id) + _bytes(check.filter_text) > HELD_BYTES_MAX:
+        raise BadInput(
+            f"an identity, the order and the filters of a place are together longer than {HELD_BYTES_MAX} bytes",
+            place="filters",
+            hint="Filter by fewer properties, or check without `reserve`",
+        )
+
+
+def _bytes(text: str) -> int:
+    """Of text that the store may yet refuse, too."""
+    return len(text.encode(errors="surrogatepass"))
 
 
 def check_orders(tx: Transaction, unit: Unit, checks: Sequence[Check]) -> list[Checked | KeyfoldError]:
@@ -195,7 +215,7 @@ def _hold(tx: Transaction, unit: Unit, taken: Sequence[tuple[CellKey, Check]]) -
         "identity_type": [key[0] for key, _ in taken],
         "identity_value": [key[1] for key, _ in taken],
         "order_id": [check.order_id for _, check in taken],
-        "filters": [msgspec.json.encode(check.filter_values, order="sorted").decode() for _, check in taken],
+        "filters": [check.filter_text for _, check in taken],
         "expires_at_us": [tx.now_us + check.reserve_seconds * SECOND_US for _, check in taken],
     }
     increment(tx, unit.tables.reservations, columns, greatest=["expires_at_us"])

@@ -56,16 +56,17 @@ def correct_orders(tx: Transaction, unit: Unit, order_ids: Sequence[str], reason
         "reason": [reason] * len(marks),
     }
     # Two who take back one order meet here, and the second sees the first.
-    new = [order_id for (order_id,) in insert_new(tx, unit.tables.corrections, rows)]
+    new = {order_id for (order_id,) in insert_new(tx, unit.tables.corrections, rows)}
     _take(tx, unit, {order_id: cells[order_id] for order_id in new})
     _count_history_again(tx, unit, stood, {order_id: marks[order_id] for order_id in new})
     before = {order_id for (order_id,) in load(tx, unit.tables.corrections, {"order_id": wanted}, ())}
     for order_id in sorted(new):
         audit.record(tx, actor, "order taken back", f"{unit.name} {order_id}: {reason}")
     tx.after_commit.append(lambda: metrics.CORRECTED.labels(unit.name).inc(len(new)))
+    is_first = [each not in order_ids[:at] for at, each in enumerate(order_ids)]  # they are few
     return [
-        Corrected(each, "corrected" if each in new else "corrected before" if each in before else "not known")
-        for each in order_ids
+        Corrected(each, "corrected" if first and each in new else "corrected before" if each in before else "not known")
+        for each, first in zip(order_ids, is_first, strict=True)
     ]
 
 

@@ -5,7 +5,7 @@ inserted first: two writers of one order meet there, and the second sees the fir
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, compress, count, islice
 from operator import eq
 from typing import Any
@@ -14,8 +14,9 @@ import msgspec
 from msgspec import Struct, structs
 
 from keyfold.core.clock import SECOND_US
+from keyfold.core.errors import LostRace
 from keyfold.core.store import Transaction
-from keyfold.core.store.batch import Columns
+from keyfold.core.store.batch import Columns, Row
 from keyfold.core.store.shapes import (
     Statement,
     delete,
@@ -37,6 +38,7 @@ from keyfold.orders.model import (
     checked,
     dimension_values,
     fingerprint,
+    left_types,
     live_identities,
     micros,
 )
@@ -74,35 +76,35 @@ def count_orders(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder]) 
     arrived: list[tuple[int, Order]] = []
     slices: dict[int, Slice] = {}
     by_properties: dict[tuple[tuple[str, str], ...], Slice] = {}
-    kept: list[tuple[CompletedOrder, Why]] = []
+    refused: dict[int, Why] = {}
     for index, sent in enumerate(orders):
         created_at_us = micros(sent.created_at)
         if created_at_us < late_before_us:
             verdicts[index] = Verdict(sent.order_id, "late", "created before the window in which orders are known")
-            kept.append((sent, "late"))
+            refused[index] = "late"
             continue
         try:
             order, slice_ = _placed(unit, stood.state, sent, created_at_us, by_properties)
         except NotPlaced as error:
             verdicts[index] = Verdict(sent.order_id, "set_aside", str(error))
-            kept.append((sent, "set_aside"))
+            refused[index] = "set_aside"
             continue
         arrived.append((index, order))
         if order.identities:
             slices[slice_.slice_id] = slice_
-    marked, adding = _marked(tx, unit, _with_room(tx, unit, arrived, slices, kept, verdicts), verdicts)
-    counted = marked
-    if stood.state.live_ids is None:
+    marked, adding = _marked(tx, unit, _with_room(tx, unit, arrived, slices, refused, verdicts), verdicts)
+    counted, has_history = marked, stood.state.live_ids is None
+    if has_history:
         counted = _told_from_left(tx, unit, arrived, marked, verdicts)
-        kept += [(order.sent, "before_start") for index, order in arrived if _is_left(order, verdicts[index])]
     if counted:
         unit.keep_slices(tx, [slices[each] for each in {order.slice_id for order in counted}])
         _add(tx, unit, counted, adding if len(counted) == len(marked) else None)
         _free_reservations(tx, unit, [order.order_id for order in counted])
-    _tell_history(tx, unit, stood, keep(tx, unit, kept))
+    if refused:
+        _keep_refused(tx, unit, orders, arrived, refused, verdicts)
+    left = _leave(tx, unit, stood, orders, arrived, refused, verdicts) if has_history else 0
     found = [each for each in verdicts if each is not None]
     assert len(found) == len(orders)
-    left = sum(why == "before_start" for _, why in kept)
     tx.after_commit.append(lambda: _measure(unit, found, left))
     return found
 
@@ -115,7 +117,7 @@ def _placed(
     by_properties: dict[tuple[tuple[str, str], ...], Slice],
 ) -> tuple[Order, Slice]:
     """Where an order counts, by the state of the unit and its hook; slices are remembered by properties."""
-    order = _hooked(unit, state, sent) if unit.hooks.completed is not None else sent
+    order = unit.hooked(state, sent) if unit.hooks.completed is not None else sent
     said = tuple(order.properties.items())
     slice_ = by_properties.get(said)
     if slice_ is None:
@@ -129,26 +131,10 @@ def _placed(
             identities=identities,
             slice_id=slice_.slice_id,
             sent=sent,
-            is_whole=len(identities) == len(order.identities),
+            left=() if len(identities) == len(order.identities) else left_types(order, state),
         ),
         slice_,
     )
-
-
-def _hooked(unit: Unit, state: UnitState, sent: CompletedOrder) -> CompletedOrder:
-    """The order as the hook of the unit wants it counted; a hook that fails sets it aside, and no other."""
-    assert unit.hooks.completed is not None
-    try:
-        order = unit.hooks.completed(sent)
-        if order is None:
-            raise NotPlaced("the hook of the unit left it out")
-        order = msgspec.convert(msgspec.to_builtins(order), CompletedOrder)
-        checked(order, state, unit.settings.application_brands, 2**62, 0, "the order of the hook")
-        return order
-    except NotPlaced:
-        raise
-    except Exception as error:
-        raise NotPlaced(f"the hook of the unit failed: {type(error).__name__}: {error}") from error
 
 
 def _with_room(
@@ -156,7 +142,7 @@ def _with_room(
     unit: Unit,
     arrived: Sequence[tuple[int, Order]],
     slices: dict[int, Slice],
-    kept: list[tuple[CompletedOrder, Why]],
+    refused: dict[int, Why],
     verdicts: list[Verdict | None],
 ) -> list[tuple[int, Order]]:
     full = unit.without_room(tx, list(slices.values()))
@@ -164,7 +150,7 @@ def _with_room(
         if order.slice_id in full and order.identities:
             reason = f"the unit may have {unit.settings.slices_max} combinations of values, and has them"
             verdicts[index] = Verdict(order.order_id, "set_aside", reason)
-            kept.append((order.sent, "set_aside"))
+            refused[index] = "set_aside"
     return [(index, order) for index, order in arrived if verdicts[index] is None]
 
 
@@ -237,10 +223,7 @@ def _told_from_left(
     its id at the same time waits for it, and then sees what was kept.
     """
     ids = [order.order_id for order in marked]
-    kept = load(tx, unit.tables.kept, {"order_id": ids, "why": ["before_start"] * len(ids)}, ("body",))
-    decode = msgspec.json.Decoder(CompletedOrder).decode
-    left = {order_id: decode(body) for (order_id, _), (body,) in kept.items()}
-    said = {order_id: fingerprint(sent, micros(sent.created_at)) for order_id, sent in left.items()}
+    said = _said_by_kept(tx, unit, ids, "before_start")
     other = {order.order_id for order in marked if order.order_id in said and said[order.order_id] != _said(order)}
     delete(
         tx,
@@ -260,9 +243,115 @@ def _told_from_left(
     return [order for order in marked if order.order_id not in other and order.identities]
 
 
+def _said_by_kept(tx: Transaction, unit: Unit, order_ids: Sequence[str], why: Why) -> dict[str, int]:
+    """What the orders said that are kept under these ids."""
+    kept = load(tx, unit.tables.kept, {"order_id": order_ids, "why": [why] * len(order_ids)}, ("body",))
+    decode = msgspec.json.Decoder(CompletedOrder).decode
+    return {order_id: _said_as_sent(decode(body)) for (order_id, _), (body,) in kept.items()}
+
+
+def _said_as_sent(sent: CompletedOrder) -> int:
+    return fingerprint(sent, micros(sent.created_at))
+
+
+def _keep_refused(
+    tx: Transaction,
+    unit: Unit,
+    orders: Sequence[CompletedOrder],
+    arrived: Sequence[tuple[int, Order]],
+    refused: dict[int, Why],
+    verdicts: list[Verdict | None],
+) -> None:
+    """Keep orders that are late or cannot be placed; of them, take out and tell what is known, and what conflicts."""
+
+    def tell(found: Mapping[int, Verdict]) -> None:
+        for index, verdict in found.items():
+            verdicts[index] = verdict
+            del refused[index]
+
+    tell(_known_otherwise(tx, unit, orders, arrived, refused, verdicts))
+    tell(_kept_otherwise(tx, unit, orders, refused))
+
+
+def _known_otherwise(
+    tx: Transaction,
+    unit: Unit,
+    orders: Sequence[CompletedOrder],
+    arrived: Sequence[tuple[int, Order]],
+    refused: Mapping[int, Why],
+    verdicts: Sequence[Verdict | None],
+) -> dict[int, Verdict]:
+    """What is to be said of orders that cannot be placed and whose ids were counted, or left to history."""
+    aside = [index for index, why in refused.items() if why == "set_aside"]
+    ids = sorted({orders[index].order_id for index in aside})
+    marks = load(tx, unit.tables.marks, {"order_id": ids}, ("fingerprint",))
+    left = {order.order_id: _said(order) for index, order in arrived if _has_status(verdicts[index], "before_start")}
+    left |= _said_by_kept(tx, unit, ids, "before_start")
+    known: dict[str, tuple[int, Status, str]] = {
+        **{order_id: (said, "before_start", "left to the backfill") for order_id, said in left.items()},
+        **{order_id: (said, "duplicate", "counted") for (order_id,), (said,) in marks.items()},
+    }
+    found: dict[int, Verdict] = {}
+    for index in aside:
+        sent = orders[index]
+        if sent.order_id in known:
+            said, status, what = known[sent.order_id]
+            other = Verdict(sent.order_id, "conflict", f"an order of this id was {what} that said something else")
+            found[index] = Verdict(sent.order_id, status) if said == _said_as_sent(sent) else other
+    return found
+
+
+def _kept_otherwise(
+    tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder], refused: Mapping[int, Why]
+) -> dict[int, Verdict]:
+    """Keep orders, under an id one for a reason: another one is a conflict, or it would be gone without a word.
+
+    Of two who keep one at once, the second waits for the first, and sees it here.
+    """
+    new = keep(tx, unit, [(orders[index], why) for index, why in refused.items()])
+    times = Counter((orders[index].order_id, why) for index, why in refused.items())
+    known = {key for key, count in times.items() if count > 1 or key not in new}
+    said = {
+        (order_id, why): each
+        for why in {why for _, why in known}
+        for order_id, each in _said_by_kept(tx, unit, sorted(key[0] for key in known if key[1] == why), why).items()
+    }
+    if known - said.keys():
+        raise LostRace("an order that was kept is gone")
+    reason = "an order of this id is kept that said something else"
+    return {
+        index: Verdict(orders[index].order_id, "conflict", reason)
+        for index, why in refused.items()
+        if (key := (orders[index].order_id, why)) in known and said[key] != _said_as_sent(orders[index])
+    }
+
+
+def _leave(
+    tx: Transaction,
+    unit: Unit,
+    stood: Stood,
+    orders: Sequence[CompletedOrder],
+    arrived: Sequence[tuple[int, Order]],
+    refused: Mapping[int, Why],
+    verdicts: Sequence[Verdict | None],
+) -> int:
+    """Keep the orders that history has to count, late ones too, and tell it of new ones; returns how many are new."""
+    waiting = [(order.sent, order.left) for index, order in arrived if _is_left(order, verdicts[index])]
+    late = [orders[index] for index, why in refused.items() if why == "late"]
+    waiting += _late_and_left(tx, unit, stood.state, late)
+    left = {sent.order_id: types for sent, types in reversed(waiting)}
+    new = keep(tx, unit, [(sent, "before_start") for sent, _ in waiting])
+    _tell_history(tx, unit, stood, {name for order_id, _ in new for name in left[order_id]})
+    return len(new)
+
+
+def _has_status(verdict: Verdict | None, status: Status) -> bool:
+    return verdict is not None and verdict.status == status
+
+
 def _is_left(order: Order, verdict: Verdict | None) -> bool:
     """Whether history has to count an order, for some of its identities at least."""
-    return not order.is_whole and verdict is not None and verdict.status != "conflict"
+    return bool(order.left) and verdict is not None and verdict.status != "conflict"
 
 
 def _cells(orders: Sequence[Order]) -> Columns:
@@ -355,16 +444,30 @@ def _free_reservations(tx: Transaction, unit: Unit, order_ids: Sequence[str]) ->
         delete(tx, unit.tables.reservations, {"order_id": order_ids})
 
 
-def keep(tx: Transaction, unit: Unit, orders: Sequence[tuple[CompletedOrder, Why]]) -> list[CompletedOrder]:
+def _late_and_left(
+    tx: Transaction, unit: Unit, state: UnitState, late: Sequence[CompletedOrder]
+) -> list[tuple[CompletedOrder, tuple[str, ...]]]:
+    """Late orders that history has to count, and for which types; none that is another order than one that counts."""
+    counted = [(sent, unit.counted_as(state, sent)) for sent in late]
+    left = [(sent, types) for sent, order in counted if order is not None and (types := left_types(order, state))]
+    ids = sorted({sent.order_id for sent, _ in left})
+    marks = load(tx, unit.tables.marks, {"order_id": ids}, ("fingerprint",))
+    said = {order_id: mark for (order_id,), (mark,) in marks.items()}
+    return [(sent, types) for sent, types in left if said.get(sent.order_id) in (None, _said_as_sent(sent))]
+
+
+def keep(tx: Transaction, unit: Unit, orders: Sequence[tuple[CompletedOrder, Why]]) -> set[Row]:
     """Remember orders that were not counted, or not for all their identities, so that they can be listed.
 
-    Returns those that are left to history and were not known yet.
+    Returns the ids of those that were not known yet, each with why it is kept.
     """
-    by_key = {(sent.order_id, why): sent for sent, why in orders}
+    by_key: dict[tuple[str, Why], CompletedOrder] = {}
+    for sent, why in orders:
+        by_key.setdefault((sent.order_id, why), sent)
     if not by_key:
-        return []
+        return set()
     encode = msgspec.json.Encoder().encode
-    new = insert_new(
+    return insert_new(
         tx,
         unit.tables.kept,
         {
@@ -375,23 +478,16 @@ def keep(tx: Transaction, unit: Unit, orders: Sequence[tuple[CompletedOrder, Why
             "body": [encode(sent).decode() for sent in by_key.values()],
         },
     )
-    return [sent for key, sent in by_key.items() if key in new and key[1] == "before_start"]
 
 
-def _tell_history(tx: Transaction, unit: Unit, stood: Stood, left: Sequence[CompletedOrder]) -> None:
-    """Whoever counts history learns that orders were left to it: what was looked through before may lack them.
+def _tell_history(tx: Transaction, unit: Unit, stood: Stood, left: Collection[str]) -> None:
+    """Whoever counts the history of types learns that orders were left to it: what was looked through may lack them.
 
     Where that is known, or nobody has begun, the state is held as it is: who looks from then on sees the orders.
     """
     if not left:
         return
-    named = {(name, micros(sent.created_at)) for sent in left for name in sent.identities}
-    behind = {
-        kind.name
-        for kind in stood.state.identities
-        if kind.source and not kind.is_behind
-        if any(name == kind.name and not kind.takes(created_at_us) for name, created_at_us in named)
-    }
+    behind = {kind.name for kind in stood.state.identities if kind.source and not kind.is_behind and kind.name in left}
     if not behind:
         unit.hold(tx, stood)
         return

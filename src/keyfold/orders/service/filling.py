@@ -202,11 +202,12 @@ def _page_of_left(tx: Transaction, unit: Unit, kind: IdentityType, after: str) -
     wanted = sa.select(kept.c.order_id, kept.c.body).where(kept.c.why == "before_start", kept.c.order_id > after)
     page = tx.execute(wanted.order_by(kept.c.order_id).limit(KEPT_ROWS)).all()
     decode = msgspec.json.Decoder(CompletedOrder).decode
-    orders = [(row.order_id, decode(row.body)) for row in page]
+    state = unit.stood(tx).state
+    orders = [(row.order_id, unit.counted_as(state, decode(row.body))) for row in page]
     left = [
         order_id
         for order_id, order in orders
-        if kind.name in order.identities and not kind.takes(micros(order.created_at))
+        if order is not None and kind.name in order.identities and not kind.takes(micros(order.created_at))
     ]
     return (page[-1].order_id if len(page) == KEPT_ROWS else None), left
 

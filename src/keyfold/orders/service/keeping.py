@@ -24,30 +24,41 @@ class KeptOrder(Struct, frozen=True):
 
 
 def kept_orders(tx: Transaction, unit: Unit, why: str | None, after: str, limit: int) -> list[KeptOrder]:
-    """The kept orders behind an id, in the order of their ids."""
+    """The kept orders behind an id, in the order of their ids.
+
+    One that is kept for several reasons is listed with all of them, also beyond the limit: who goes on behind its id
+    would not see the others.
+    """
     kept = unit.tables.kept
-    wanted = sa.select(kept).where(kept.c.order_id > after).order_by(kept.c.order_id, kept.c.why).limit(limit)
+    wanted = sa.select(kept).order_by(kept.c.order_id, kept.c.why)
     if why is not None:
         wanted = wanted.where(kept.c.why == why)
+    rows = tx.execute(wanted.where(kept.c.order_id > after).limit(limit)).all()
+    if len(rows) == limit:
+        rest = wanted.where(kept.c.order_id == rows[-1].order_id, kept.c.why > rows[-1].why)
+        rows = [*rows, *tx.execute(rest)]
     decode = msgspec.json.Decoder(CompletedOrder).decode
     return [
-        KeptOrder(row.order_id, row.why, iso(row.created_at_us), iso(row.kept_at_us), decode(row.body))
-        for row in tx.execute(wanted)
+        KeptOrder(row.order_id, row.why, iso(row.created_at_us), iso(row.kept_at_us), decode(row.body)) for row in rows
     ]
 
 
 def redrive(tx: Transaction, unit: Unit, after: str, limit: int) -> tuple[str | None, list[Verdict]]:
-    """Count orders again that were set aside, now that the unit may place them; where to go on, and what became."""
+    """Count orders again that were set aside, now that the unit may place them; where to go on, and what became.
+
+    Also of those that are wrong by now, which stay where they are.
+    """
     page = kept_orders(tx, unit, "set_aside", after, limit)
     must_be_order = order_check(tx, unit)
     good: list[CompletedOrder] = []
+    wrong: list[Verdict] = []
     for each in page:
         try:
             must_be_order(each.order, each.order_id)
             good.append(each.order)
-        except BadInput:
-            continue
+        except BadInput as error:
+            wrong.append(Verdict(each.order_id, "set_aside", str(error)))
     verdicts = count_orders(tx, unit, good)
     gone = [each.order_id for each in verdicts if each.status != "set_aside"]
     delete(tx, unit.tables.kept, {"order_id": gone, "why": ["set_aside"] * len(gone)})
-    return (page[-1].order_id if len(page) == limit else None), verdicts
+    return (page[-1].order_id if len(page) >= limit else None), [*verdicts, *wrong]

@@ -142,8 +142,11 @@ def _by_identity(rows: Sequence[Row]) -> tuple[Cells, set[int]]:
 def evidence_of(
     tx: Transaction, unit: Unit, identities: Sequence[Identity], lag_messages: int | None
 ) -> list[Evidence]:
-    """What the counts of identities rest on."""
-    state = unit.seen(tx).state
+    """What the counts of identities rest on, by the state of this moment: an older one may call complete what is not.
+
+    For counts that are read after it: history that is filled in between would vouch for counts without it.
+    """
+    state = unit.stood(tx).state
     types = {each.name: each for each in state.identities}
     keys = columns_of([(types[each.type].type_id, each.value) for each in identities])
     spans: dict[CellKey, tuple[int, int]] = {}

@@ -2,6 +2,7 @@
 
 import sqlalchemy as sa
 
+from keyfold.core.clock import SECOND_US
 from keyfold.core.store import Transaction
 from keyfold.orders.service.unit import DAY_US, STATE, Unit
 
@@ -33,7 +34,8 @@ def purge_marks(tx: Transaction, unit: Unit, rows_max: int) -> int:
 
 
 def purge_kept(tx: Transaction, unit: Unit, rows_max: int) -> int:
-    before = tx.now_us - unit.settings.keep_days * DAY_US
+    """Not before an order is late that was left to history: by its moment, which may have been ahead of its coming."""
+    before = tx.now_us - unit.settings.keep_days * DAY_US - unit.settings.future_seconds_max * SECOND_US
     return _delete_oldest(tx, unit.tables.kept, unit.tables.kept.c.kept_at_us, before, rows_max)
 
 
@@ -53,10 +55,15 @@ def purge_gates(tx: Transaction, unit: Unit, rows_max: int) -> int:
 
 
 def _delete_oldest(tx: Transaction, table: sa.Table, column: sa.Column[int], before: int, rows_max: int) -> int:
-    """Delete rows from before a moment, the oldest first, about `rows_max` at once."""
-    edge = sa.select(column).where(column < before).order_by(column).limit(1).offset(rows_max - 1)
-    newest = tx.execute(edge).scalar()
-    return tx.execute(sa.delete(table).where(column < before if newest is None else column <= newest)).rowcount
+    """Delete rows from before a moment, the oldest first, at most `rows_max` at once."""
+    return tx.execute(_oldest_deleted(table, column, before, rows_max)).rowcount
+
+
+def _oldest_deleted(table: sa.Table, column: sa.Column[int], before: int, rows_max: int) -> sa.Delete:
+    """By their keys, since any number may be of one moment; who finds some of them deleted meanwhile passes them by."""
+    key = list(table.primary_key)
+    oldest = sa.select(*key).where(column < before).order_by(column).limit(rows_max)
+    return sa.delete(table).where((sa.tuple_(*key) if len(key) > 1 else key[0]).in_(oldest))
 
 
 PURGES = (purge_marks, purge_kept, purge_reservations, purge_gates)

@@ -18,13 +18,25 @@ from keyfold.core.store.shapes import compare_and_set, insert_new, load
 from keyfold.core.times import iso, moment_us
 from keyfold.core.topics.topic import TopicSpec
 from keyfold.orders import hooks
-from keyfold.orders.model import IdentityType, Property, Slice, UnitState, View, slice_of
+from keyfold.orders.model import (
+    CompletedOrder,
+    IdentityType,
+    LeftOut,
+    NotPlaced,
+    Property,
+    Slice,
+    UnitState,
+    View,
+    checked,
+    slice_of,
+)
 from keyfold.orders.settings import OrdersSettings, UnitSettings
 from keyfold.orders.tables import UnitTables, tables_of
 
 DAY_US = 86_400 * SECOND_US
 STATE = "unit"
-# Readers may go by a state that is this old: nothing that they answer from it is wrong for it.
+# Who reads counts may go by a state that is this old: what a type or a dimension is called does not change. Whether
+# history is complete does, so evidence and checks go by the state of their moment.
 SEEN_US_MAX = SECOND_US
 VIEWS_MAX = 64
 
@@ -110,6 +122,38 @@ class Unit:
     def late_before_us(self, stood: Stood, now_us: int) -> int:
         """Orders created before this are late: by the stored watermark, which marks are purged by, and by the clock."""
         return max(stood.late_before_us, now_us - self.settings.dedupe_days * DAY_US)
+
+    # The hook -----------------------------------------------------------------------------------------------------
+
+    def hooked(self, state: UnitState, sent: CompletedOrder) -> CompletedOrder:
+        """The order as the hook of the unit wants it counted; a hook that fails concerns this order, and no other.
+
+        Its id and its moment stay: by them repeats are known, and live counting and history tell who counts it.
+        """
+        if self.hooks.completed is None:
+            return sent
+        try:
+            order = self.hooks.completed(sent)
+            if order is not None:
+                order = msgspec.convert(msgspec.to_builtins(order), CompletedOrder)
+                checked(order, state, self.settings.application_brands, 2**62, 0, "the order of the hook")
+        except Exception as error:
+            raise NotPlaced(f"the hook of the unit failed: {type(error).__name__}: {error}") from error
+        if order is None:
+            raise LeftOut("the hook of the unit left it out")
+        for name in ("order_id", "created_at"):
+            if getattr(order, name) != getattr(sent, name):
+                raise NotPlaced(f"the hook of the unit failed: it changed {name}")
+        return order
+
+    def counted_as(self, state: UnitState, sent: CompletedOrder) -> CompletedOrder | None:
+        """An order as history has it: none that the hook leaves out, as it was sent where the hook fails."""
+        try:
+            return self.hooked(state, sent)
+        except LeftOut:
+            return None
+        except NotPlaced:
+            return sent
 
     # Slices -------------------------------------------------------------------------------------------------------
 
