@@ -914,11 +914,113 @@ def test_what_is_released_does_not_make_a_profile_larger_than_it_may_be(store_ur
         waits = event("w", 1, *[[OFFER, 2**63 + n, 1, A] for n in range(30)])
         profiles.count(waits)
         profiles.count(*lone, log="order")
-        profiles.statuses(event("x", 1, *[[OFFER, 2**63 + n, 1, B] for n in range(30)]))
+        assert profiles.statuses(event("x", 1, *[[OFFER, 2**63 + n, 1, B] for n in range(30)])) == ["counted"]
         size = profiles.context.store.read(
             lambda tx: tx.execute(sa.select(sa.func.length(PROFILES.c.body))).scalar_one()
         )
-        assert size <= 1000
+        assert 1000 - 2 * 22 < size <= 1000, "as many as fit are released"
+        released = profiles.values(1)
+        assert set(released.values()) == {2.0}
+        assert rows_of(profiles, HELD_UPDATES) == 2 * (30 - len(released))
+
+
+@pytest.mark.spec("PRO-12", "PRO-06")
+def test_what_was_released_and_found_no_room_is_released_when_there_is_some(store_url: str) -> None:
+    with opened(store_url, profile_bytes_max=1000) as profiles:
+        filled = filled_profile(profiles, 1)
+        profiles.count(event("a", 1, [OFFER, 5, 1, A]), event("b", 1, [OFFER, 5, 2, B]))
+        assert profiles.values(1) == {}
+        assert rows_of(profiles, HELD_UPDATES) == 2
+        profiles.context.store.transact(lambda tx: tx.execute(sa.update(PROFILES).values(body=b"")))
+        profiles.count(event("c", 1, [OFFER, 5, 4, A]))
+        assert profiles.values(1) == {5: 7.0}
+        assert rows_of(profiles, HELD_UPDATES) == 0
+        assert filled > 30
+
+
+def filled_profile(profiles: Profiles, profile_id: int) -> int:
+    """Fill a profile until nothing more fits; returns how many keys it has."""
+    fill = [event(f"fill{profile_id}-{n}", profile_id, [630, 2**63 + n]) for n in range(100)]
+    fill += [event(f"last{profile_id}-{n}", profile_id, [630, n]) for n in range(100)]
+    return profiles.statuses(*fill, log="order").count("counted")
+
+
+WAITING_BESIDE = {
+    "nothing": [],
+    "one owner": [event("w1", 1, [OFFER, 5, 1, A], [EXACT, 5, 2**64 - 1, A], time=NOW + DAY)],
+    "an owner twice": [
+        event("w1", 1, [EXACT, 5, 2**64 - 1, A], time=NOW - DAY),
+        event("w2", 1, [EXACT, 5, 2**64 - 1, A], [OFFER, 5, 1, A], time=NOW + 60),
+    ],
+}
+
+
+@pytest.mark.spec("PRO-04", "PRO-05")
+@pytest.mark.parametrize("kernel", ["numpy", "numba"])
+@pytest.mark.parametrize("waiting", WAITING_BESIDE.values(), ids=WAITING_BESIDE)
+def test_no_public_event_is_refused_for_what_waits(tmp_path: Path, kernel: str, waiting: list[dict[str, Any]]) -> None:
+    """Whatever times and values it has: what would leave 64 bits with it waits on."""
+    with opened(f"sqlite:///{tmp_path / 'k.db'}", kernel=kernel) as profiles:
+        assert profiles.statuses(*waiting, log="order") == ["counted"] * len(waiting)
+        public = event("y", 1, [EXACT, 5, 1], [OFFER, 7])
+        assert profiles.statuses(public, log="order") == ["counted"]
+        assert profiles.values(1)[7] == 1.0
+        assert profiles.statuses(event("z", 1, [EXACT, 5, 2**63 + 5]), log="order") == ["counted"]
+        assert profiles.values(1, counter=EXACT)[5] == 2**63 + 6
+        assert profiles.statuses(event("much", 1, [EXACT, 5, 2**63]), log="order") == ["refused"]
+
+
+@pytest.mark.spec("PRO-04", "PRO-05", "PRO-06")
+def test_what_is_too_large_to_be_released_waits_on_and_keeps_nobody_else_from_it(profiles: Profiles) -> None:
+    profiles.count(event("large", 1, [EXACT, 5, 2**64 - 1, A], time=NOW + DAY), log="order")
+    profiles.count(event("small", 1, [EXACT, 5, 7, C]), log="order")
+    assert profiles.values(1, counter=EXACT) == {5: 7}, "the other is a source, though it is too large itself"
+    assert profiles.statuses(event("b", 1, [EXACT, 5, 2**64 - 8, B]), log="order") == ["counted"]
+    assert profiles.values(1, counter=EXACT) == {5: 2**64 - 1}, "as much as fits"
+    (held,) = profiles.context.store.read(lambda tx: explain(tx, profiles.product, ("user", "1")))
+    assert (held.event_id, "if its profile has room" in held.waits_for) == ("large", True)
+    profiles.clock.advance(5 * DAY)
+    swept(Sweep(profiles.context, profiles.product))
+    assert rows_of(profiles, HELD_UPDATES) == 0
+
+
+@pytest.mark.spec("PRO-05", "PRO-12")
+def test_the_status_in_a_full_profile_tells_nothing_of_what_waits(tmp_path: Path) -> None:
+    """The same events are said to be the same, one by one and together, whoever waits at their keys."""
+    told = []
+    waiting = [event("w", 1, *[[OFFER, key, 1, A] for key in range(5)], [EXACT, 3, 2**64 - 1, A])]
+    for name, before in (("plain", []), ("held", waiting)):
+        with opened(f"sqlite:///{tmp_path / name}.db", profile_bytes_max=1000) as profiles:
+            filled_profile(profiles, 1)
+            profiles.count(*before, log="order")
+            asked = [
+                event("owned", 1, [OFFER, 1, 1, B]),
+                event("both", 1, [OFFER, 2, 1, B], [630, 2**63]),
+                event("known", 1, [630, 2**63 + 1]),
+                event("public", 1, [OFFER, 3]),
+                event("wide", 1, [EXACT, 3, 1, B]),
+            ]
+            one_by_one = [profiles.statuses(each, log="order") for each in asked]
+            again = [{**each, "event_id": f"again {each['event_id']}"} for each in asked]
+            told.append((one_by_one, profiles.statuses(*again, log="order"), profiles.values(1, counter=630)))
+    assert told[0] == told[1]
+    assert told[0][1] == ["counted", "counted", "counted", "refused", "counted"]
+
+
+@pytest.mark.spec("PRO-05", "PRO-12")
+def test_the_status_in_a_broken_profile_tells_nothing_of_what_waits(tmp_path: Path) -> None:
+    told = []
+    for name, before in (("plain", []), ("held", [event("w", 1, [OFFER, 5, 1, A])])):
+        with opened(f"sqlite:///{tmp_path / name}.db") as profiles:
+            profiles.count(event("first", 1, [630, 1]), *before, log="order")
+            broken = Profile()
+            broken.packed_counters.add(counter_ids=[630], keys=[1, 2]).values.add().fixed64_values.value.append(1)
+            body = broken.SerializeToString()
+            profiles.context.store.transact(lambda tx, b=body: tx.execute(sa.update(PROFILES).values(body=b)))
+            owned = event("owned", 1, [OFFER, 5, 1, B])
+            told.append((profiles.statuses(owned), profiles.statuses(event("public", 1, [OFFER, 5]))))
+    assert told[0] == told[1]
+    assert told[0][1] == ["refused"]
 
 
 @pytest.mark.parametrize(

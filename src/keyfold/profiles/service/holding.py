@@ -1,6 +1,6 @@
 """Owned updates that wait for a second source: where they lie, what releases them, what pushes them out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -13,7 +13,7 @@ from keyfold.counters.catalog import Kind
 from keyfold.counters.counters import Counters
 from keyfold.counters.errors import PackWrong
 from keyfold.profiles import metrics
-from keyfold.profiles.model import Asked, Held, ProfileKey, Row, settled
+from keyfold.profiles.model import Asked, Held, ProfileKey, Row, UpdateKey, settled
 from keyfold.profiles.service.product import Product
 from keyfold.profiles.service.storing import Stored, keys_of
 from keyfold.profiles.tables import HELD_UPDATES
@@ -32,7 +32,7 @@ class Settlement(Struct):
     waiting: list[HeldHere]
     leaving: list[HeldHere]  # released, or pushed out
     pushed_out: int
-    broken: dict[ProfileKey, PackWrong]  # profiles whose public keys cannot be read
+    broken: dict[Place, PackWrong]  # where the public key of an owned update cannot be read
 
 
 def held_at(tx: Transaction, product: Product, keys: Columns) -> dict[Place, list[Held]]:
@@ -103,11 +103,13 @@ def settlement(
     rows: Sequence[Row],
     stored: Mapping[ProfileKey, Stored],
     held: Mapping[Place, list[Held]],
+    kept_back: Container[UpdateKey],
     now_us: int,
 ) -> Settlement:
     """Settle every key of this batch that has an owned update, or where one waits.
 
-    Where one waits at a key of refused events only, nothing is settled: they have no effect.
+    Where one waits at a key of refused events only, nothing is settled: they have no effect. What is kept back is not
+    released.
     """
     now = now_us // 1_000_000
     owned = {(*row.profile, product.delayed[row.counter.id].id, row.key) for row in rows if row.owner}
@@ -125,7 +127,8 @@ def settlement(
                 readers[profile] = Counters(product.catalog, stored[profile].body, now)
             found = readers[profile].find(group.id, place[3])
         except PackWrong as error:
-            result.broken[profile] = error
+            if place in owned:  # elsewhere the fold finds it out, whether or not something waits there
+                result.broken[place] = error
             continue
         before = held.get(place, [])
         key = settled(
@@ -135,6 +138,7 @@ def settlement(
             merge_seconds=product.settings.merge_seconds,
             expired_before=None if group.expire_seconds is None else now - group.expire_seconds,
             count_max=group.delayed_records_max,
+            kept_back=kept_back,
         )
         known = {id(each) for each in before}
         gone = (*key.released, *key.pushed_out)
