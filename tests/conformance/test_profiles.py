@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -394,6 +395,29 @@ def test_the_ids_of_one_person_are_merged_and_nothing_is_written(profiles: Profi
     assert profiles.values(1, 2, counter=OFFER_TIME) == {5: NOW, 7: NOW}
     assert profiles.values(1) == {5: 2.0}, "alone, what is held back stays so"
     assert (rows_of(profiles, HELD_UPDATES), profiles.read(1).version) == before
+
+
+@pytest.mark.spec("PRO-07", "PRO-04")
+def test_a_merged_answer_is_the_same_whatever_the_order_of_the_ids(store_url: str) -> None:
+    with opened(store_url, merge_days=2) as profiles:
+        times = {1: NOW - 4 * DAY + 100, 2: NOW - 2 * DAY + 50, 3: NOW}
+        for each, owner in ((1, A), (2, B), (3, A)):
+            profiles.count(event(f"e{each}", each, [OFFER, 5, 1, owner], time=times[each]))
+        everything = sum(decayed(1.0, 0.5, NOW - time) for time in times.values())
+        for ids in permutations(times):
+            assert profiles.values(*ids) == {5: pytest.approx(everything)}, "the second confirms both others"
+
+
+@pytest.mark.spec("PRO-07", "CNT-16")
+def test_what_owners_release_of_a_not_glued_counter_is_not_in_a_merge(store_url: str, tmp_path: Path) -> None:
+    exactly = '    Description: "orders of an offer, exactly"\n'
+    changed = with_changed_catalog(tmp_path, "not_glued", exactly, exactly + "    NotGlued: true\n")
+    with opened(store_url, catalog=changed) as profiles:
+        assert profiles.product.catalog[EXACT].not_glued
+        for each, owner in ((1, A), (2, B)):
+            profiles.count(event(f"e{each}", each, [OFFER, 5, 1, owner], [EXACT, 5, 7, owner]), log="order")
+        assert profiles.values(1, 2) == {5: 2.0}
+        assert profiles.values(1, 2, counter=EXACT) == {}
 
 
 @pytest.mark.spec("PRO-07")

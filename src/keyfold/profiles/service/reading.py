@@ -245,13 +245,10 @@ def merged_profile(
     merged = MutableCounters(product.catalog, b"", now, future_seconds_max=2**33)
     for body in bodies:
         merged.absorb(Counters(product.catalog, body, now))
-    by_place: dict[tuple[int, int], list[list[Held]]] = {}
+    by_place: dict[tuple[int, int], list[Held]] = {}
     for profile in held:
-        own: dict[tuple[int, int], list[Held]] = {}
         for group_id, each in profile:
-            own.setdefault((group_id, each.key), []).append(each)
-        for place, here in own.items():
-            by_place.setdefault(place, []).append(here)
+            by_place.setdefault((group_id, each.key), []).append(each)
     for _, waiting in sorted(by_place.items()):
         freed = released_by_merge(waiting, product.settings.merge_seconds)
         for each in sorted(freed, key=lambda one: -one.time):
