@@ -1147,6 +1147,54 @@ def bytes_fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return fetched
 
 
+@pytest.mark.spec("PRO-08", "PRO-12", "CORE-16")
+def test_a_request_that_asks_for_too_much_is_refused_before_all_of_it_is_fetched(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(store_url, read_bytes_max=1_000_000) as profiles:
+        ids = [("user", each) for each in copied(profiles, 40, keys=6_000)]
+        view = view_of(profiles.product, UNRESTRICTED, None)
+        everyone = [([each], view) for each in ids]
+        fetched = bytes_fetched(monkeypatch)
+        with pytest.raises(TooLarge, match="1000000 are allowed"):
+            profiles.context.store.read(lambda tx: read_profiles(tx, profiles.product, everyone))
+        assert 1_000_000 < sum(fetched) < 1_400_000, "the rest of four million was never fetched"
+        fetched.clear()
+        with pytest.raises(TooLarge, match="1000000 are allowed"):
+            profiles.context.store.read(lambda tx: read_numbers(tx, profiles.product, [[each] for each in ids], view))
+        assert 1_000_000 < sum(fetched) < 1_400_000
+        assert len(profiles.context.store.read(lambda tx: read_profiles(tx, profiles.product, everyone[:9]))) == 9
+
+
+@pytest.mark.spec("PRO-08", "PRO-11", "CORE-16")
+def test_what_one_request_may_read_is_bounded_in_segments_too(store_url: str) -> None:
+    with opened(store_url, read_bytes_max=1_000_000, publish=False) as profiles:
+        entries = [{"segment_id": f"{n:0100}", "evaluation_version": 2**60} for n in range(500)]
+        said = msgspec.json.encode({"segments": entries})
+        sets = [Record(0, each, message(str(each), 1, said)) for each in range(30)]
+        profiles.context.store.transact(lambda tx: apply_segments(tx, profiles.product, sets))
+        view = view_of(profiles.product, UNRESTRICTED, None)
+
+        def read(people: int) -> list[int]:
+            asked = [([("user", str(each))], view) for each in range(people)]
+            read = profiles.context.store.read(lambda tx: read_profiles(tx, profiles.product, asked))
+            return [len(each.segments) for each in read]
+
+        assert read(15) == [500] * 15
+        with pytest.raises(TooLarge, match="1000000 are allowed"):
+            read(30)
+
+
+@pytest.mark.spec("PRO-08")
+def test_some_people_are_read_by_one_statement(profiles: Profiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    profiles.count(*[event(f"e{n}", n, [OFFER, 5]) for n in range(100)])
+    view = view_of(profiles.product, UNRESTRICTED, None)
+    fetched = bytes_fetched(monkeypatch)
+    entries = [([("user", str(n))], view) for n in range(100)]
+    assert len(profiles.context.store.read(lambda tx: read_profiles(tx, profiles.product, entries))) == 100
+    assert len(fetched) == 1
+
+
 @pytest.mark.spec("PRO-12", "CORE-16")
 def test_the_profiles_of_one_batch_are_bounded_in_bytes(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(store_url, write_bytes_max=1_000_000, profile_bytes_max=2_000_000, publish=False) as profiles:
