@@ -56,6 +56,20 @@ def published(profiles: Profiles) -> list[Profile]:
     return [Profile.FromString(record.message.payload) for record in records]
 
 
+def rows_fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each statement has fetched since."""
+    fetched: list[int] = []
+    rows_of_driver = Transaction.rows
+
+    def rows(tx: Transaction, *statement: Any) -> list[tuple[Any, ...]]:
+        found = rows_of_driver(tx, *statement)
+        fetched.append(len(found))
+        return found
+
+    monkeypatch.setattr(Transaction, "rows", rows)
+    return fetched
+
+
 def swept(sweep: Sweep | Weighing) -> None:
     """Step until nothing is left."""
     while sweep.step():
@@ -366,6 +380,21 @@ def test_above_the_cap_the_smallest_by_time_key_and_event_go(profiles: Profiles)
     held = profiles.context.store.read(lambda tx: explain(tx, profiles.product, ("user", "1")))
     gone = {f"e{n:03}" for n in range(604)} - {each.event_id for each in held}
     assert gone == {"e600", "e601", "e602", "e603"}
+
+
+@pytest.mark.spec("PRO-06", "CORE-16")
+def test_what_waits_is_fetched_only_where_there_is_too_much_of_it(
+    profiles: Profiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in range(5):
+        full = 600 if each == 0 else 300
+        profiles.count(*[event(f"w{each}-{n}", each, [OFFER, 1000 + n, 1, A]) for n in range(full)])
+    fetched = rows_fetched(monkeypatch)
+    profiles.count(*[event(f"n{each}", each, [OFFER, 9, 1, A], time=NOW + 1) for each in range(5)])
+    assert sum(fetched) < 700, "of the one profile that has more than 600"
+    assert rows_of(profiles, HELD_UPDATES) == 600 + 4 * 301
+    held = profiles.context.store.read(lambda tx: explain(tx, profiles.product, ("user", "0")))
+    assert {f"w0-{n}" for n in range(600)} - {each.event_id for each in held} == {"w0-0"}
 
 
 @pytest.mark.spec("PRO-10")
@@ -867,15 +896,7 @@ def test_what_waits_unconfirmed_is_not_even_fetched_by_a_merged_read(
     profiles: Profiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profiles.count(event("1", 1, [OFFER, 5]), event("2", 2, [OFFER, 5, 2.0]))
-    fetched: list[int] = []
-    rows_of_driver = Transaction.rows
-
-    def rows(tx: Transaction, *statement: Any) -> list[tuple[Any, ...]]:
-        found = rows_of_driver(tx, *statement)
-        fetched.append(len(found))
-        return found
-
-    monkeypatch.setattr(Transaction, "rows", rows)
+    fetched = rows_fetched(monkeypatch)
     before = profiles.values(1, 2)
     without = list(fetched)
     waiting = [event(f"{one}-{n}", one, [OFFER, 1000 + n, 1, A]) for one in (1, 2) for n in range(200)]
