@@ -565,6 +565,26 @@ def test_a_set_of_segments_that_was_left_does_not_come_back_after_a_sweep(profil
     assert (profiles.read(1).segments, profiles.read(1).version) == ([("b", 7)], 4)
 
 
+@pytest.mark.spec("PRO-11", "CNT-07")
+def test_a_sweep_does_not_load_profiles_that_have_segments(profiles: Profiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_segments(profiles, 5, "a")
+    profiles.count(event("2", 2, [OFFER, 5]))
+    profiles.clock.advance(60 * DAY + 1)
+    load_for_writing, locked = sweeping.loaded, list[Any]()
+
+    def loaded(tx: Transaction, product: Any, keys: Any, *, items: int) -> Any:
+        locked.extend(keys)
+        return load_for_writing(tx, product, keys, items=items)
+
+    monkeypatch.setattr(sweeping, "loaded", loaded)
+    swept(Sweep(profiles.context, profiles.product))
+    assert locked == [("user", "2")]
+    assert profiles.read(1).segments == [("a", 5)]
+    take_segments(profiles, 6)
+    swept(Sweep(profiles.context, profiles.product))
+    assert locked == [("user", "2"), ("user", "1")], "without segments it goes"
+
+
 @pytest.mark.spec("PRO-11")
 def test_segment_sets_are_taken_whole_by_version_and_bounded(profiles: Profiles) -> None:
     def sent(version: int, *names: str) -> None:
