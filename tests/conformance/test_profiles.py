@@ -859,8 +859,30 @@ def test_a_repeat_of_a_refused_event_in_one_batch_is_refused_too(profiles: Profi
     large = 2**64 - 1
     profiles.count(event("first", 1, [EXACT, 1, large]), log="order")
     one = event("o1", 1, [EXACT, 1, 1])
-    assert profiles.statuses(one, one, event("o1", 1, [EXACT, 2, 1]), log="order") == ["refused"] * 3
+    first, repeat, other = profiles.count(one, one, event("o1", 1, [EXACT, 2, 1]), log="order")
+    assert [first.status, repeat.status, other.status] == ["refused"] * 3
+    assert "would leave 64 bits" in first.reason
+    assert repeat.reason == first.reason
+    assert other.reason == "this id came twice at once with different content, and the first was refused; send it again"
     assert profiles.statuses(event("o1", 1, [EXACT, 2, 1]), log="order") == ["counted"], "it may come again, mended"
+
+
+@pytest.mark.spec("PRO-02")
+def test_what_was_judged_by_itself_is_not_refused_for_what_is_refused_beside_it(store_url: str) -> None:
+    with opened(store_url, profile_bytes_max=1000) as profiles:
+        swept(Sweep(profiles.context, profiles.product))
+        profiles.count(event("first", 2, [EXACT, 1, 2**64 - 1]), log="order")
+        late = event("e", 2, [OFFER, 5], time=NOW - 30 * DAY)
+        much = event("e", 2, [EXACT, 1, 1])
+        assert profiles.statuses(late, much, log="order") == ["late", "refused"]
+        by_position = event("n", 2, [OFFER, -1]), event("n", 2, [OFFER, 7]), much
+        told = [verdict.status for verdict in profiles.count(*by_position, log="order", marked=False)]
+        assert (told, profiles.values(2)[7]) == (["refused", "counted", "refused"], 1.0)
+        waits = event("w", 1, [OFFER, 5, 1, A])
+        assert profiles.statuses(waits) == ["counted"]
+        filled_profile(profiles, 1)
+        beside = event("b", 1, [OFFER, 5, 1, B]), event("p", 1, [OFFER, 5])
+        assert profiles.statuses(waits, *beside) == ["duplicate", "counted", "refused"]
 
 
 @pytest.mark.spec("PRO-02")

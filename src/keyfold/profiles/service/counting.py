@@ -28,6 +28,7 @@ from keyfold.profiles.tables import EVENT_MARKS, EVENT_WATERMARKS
 
 # What one transaction folds; a larger batch is halved by whoever gathered it.
 BATCH_UPDATES_MAX = 200_000
+ANOTHER_REFUSED = "this id came twice at once with different content, and the first was refused; send it again"
 
 
 def count_events(tx: Transaction, product: Product, log_events: Sequence[LogEvent], *, marked: bool) -> list[Verdict]:
@@ -53,10 +54,12 @@ def not_counted(
         arrived, repeats = _unmarked(tx, log_events, arrived, verdicts)
     asked, refused = _asked(product, log_events, arrived)
     asked = _fold_all(tx, product, asked, refused)
-    for number in (*sorted(asked.refused), *repeats) if refused else ():
-        log, event = log_events[number]
-        if (log, event.id) in refused:
-            verdicts[number] = Verdict(event.id, "refused", refused[log, event.id])
+    if refused:
+        # Of those that are new, and of what repeats one: what was judged before by itself stays as it is.
+        for number in (*asked.refused.intersection(arrived), *repeats):
+            log, event = log_events[number]
+            if (log, event.id) in refused:
+                verdicts[number] = _not_kept(event, refused[log, event.id], verdicts.get(number))
     if marked and refused:
         keys = [(log_events[number][0], log_events[number][1].id) for number in arrived]
         _unmark(tx, [key for key in keys if key in refused])
@@ -155,6 +158,12 @@ def _repeat(event: Event, counted: int, mark: int) -> Verdict:
     return Verdict(event.id, "conflict", "this id was counted with other content")
 
 
+def _not_kept(event: Event, reason: str, before: Verdict | None) -> Verdict:
+    """The reason is that of the first of its id: another event may be somebody else's, and may be good."""
+    is_other = before is not None and before.status == "conflict"
+    return Verdict(event.id, "refused", ANOTHER_REFUSED if is_other else reason)
+
+
 def _unmark(tx: Transaction, keys: Sequence[EventKey]) -> None:
     delete(tx, EVENT_MARKS, {"log": [log for log, _ in keys], "event_id": [event_id for _, event_id in keys]})
 
@@ -182,7 +191,7 @@ def _fold_all(tx: Transaction, product: Product, asked: Asked, refused: dict[Eve
         kept_back |= plan.kept_back
         if plan.refused:
             refused |= {key: str(error) for key, error in plan.refused.items()}
-            asked = asked.without(refused)
+            asked = asked.without(plan.refused)
     product.pin(tx, {each[0].id for each in asked.updates})
     _write(tx, product, stored, plan)
     return asked
