@@ -11,7 +11,7 @@ import pytest
 import sqlalchemy as sa
 
 from keyfold.core import deadletters
-from keyfold.core.errors import Conflict, SettingsWrong, TooLarge
+from keyfold.core.errors import Conflict, SettingsWrong, StoreBusy, TooLarge
 from keyfold.core.metrics import REGISTRY
 from keyfold.core.store import Transaction
 from keyfold.core.topics.topic import Record
@@ -29,7 +29,7 @@ from keyfold.profiles.service.segments import apply_segments
 from keyfold.profiles.service.storing import Stored
 from keyfold.profiles.service.weighing import Weighing
 from keyfold.profiles.settings import ClientView
-from keyfold.profiles.tables import EVENT_MARKS, HELD_UPDATES, PROFILE_TOTALS, PROFILES
+from keyfold.profiles.tables import EVENT_MARKS, HELD_UPDATES, KEY_FREQUENCIES, PROFILE_TOTALS, PROFILES
 from keyfold.profiles.worker import Sweep
 from tests.product import message, put, read_all
 from tests.profiles import DAY, EXAMPLE, NOW, OFFER, OFFER_TIME, PUBLIC, UNRESTRICTED, Profiles, event, opened
@@ -531,6 +531,33 @@ def test_rare_keys_weigh_more_by_how_many_profiles_have_them(profiles: Profiles)
     ((_, values),) = profiles.read(0, view=view).packs[0].rows
     assert values == [pytest.approx(math.log(10 / 10)), pytest.approx(math.log(10 / 2))]
     assert not weighing.step(), "not due again"
+
+
+@pytest.mark.spec("CNT-16")
+def test_weights_that_could_not_be_stored_are_stored_at_the_next_step_and_count_nobody_twice(
+    profiles: Profiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idf = next(c for c in profiles.product.catalog.counters.values() if c.idf)
+    profiles.count(*[event(f"{n}", n, [idf.id, 1]) for n in range(9)], log=idf.input_types[0])
+    weighing = Weighing(profiles.context, profiles.product)
+
+    def busy(*_: object, **__: object) -> None:
+        raise StoreBusy("another writes")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(profiles.context.store, "transact", busy)
+        with pytest.raises(StoreBusy):
+            weighing.step()
+    assert not weighing.step()
+
+    def counted(tx: Transaction) -> list[int]:
+        totals = tx.execute(sa.select(PROFILE_TOTALS.c.profiles)).scalars()
+        return [*totals, *tx.execute(sa.select(KEY_FREQUENCIES.c.profiles)).scalars()]
+
+    assert profiles.context.store.read(counted) == [9, 9]
+    profiles.clock.advance(DAY)
+    assert not weighing.step()
+    assert profiles.context.store.read(counted) == [9, 9], "the next walk begins anew"
 
 
 def take_segments(profiles: Profiles, version: int, *names: str) -> None:
