@@ -11,7 +11,9 @@ import pytest
 import sqlalchemy as sa
 
 from keyfold.core import deadletters
+from keyfold.core.access import ANYONE
 from keyfold.core.errors import Conflict, SettingsWrong, StoreBusy, TooLarge
+from keyfold.core.gather import Ask, Operation
 from keyfold.core.metrics import REGISTRY
 from keyfold.core.store import Transaction
 from keyfold.core.topics.topic import Record
@@ -21,6 +23,7 @@ from keyfold.counters.keys import owner_of
 from keyfold.counters.messages_pb2 import Profile
 from keyfold.counters.model import decayed
 from keyfold.profiles.answers import as_json, as_protobuf, as_structs
+from keyfold.profiles.routes import ReadBody, routes
 from keyfold.profiles.service import sweeping
 from keyfold.profiles.service.explaining import explain
 from keyfold.profiles.service.exporting import export
@@ -973,6 +976,16 @@ def test_what_waits_unconfirmed_is_not_even_fetched_by_a_merged_read(
     fetched.clear()
     assert profiles.values(1, 2) == before
     assert fetched == without == [2, 0]
+
+
+@pytest.mark.spec("PRO-05", "PRO-08")
+def test_reads_that_look_at_what_waits_are_gathered_apart_from_the_others(tmp_path: Path) -> None:
+    with opened(f"sqlite:///{tmp_path / 'k.db'}") as profiles:
+        (reading,) = (each.run for each in routes(profiles.context) if each.path == "/v1/profiles")
+        assert isinstance(reading, Operation)
+        for people, is_apart in (([1, 1], False), ([2], True), ([1, 2, 1], True)):
+            body = {"profiles": [{"ids": [{"type": "user", "id": n} for n in range(count)]} for count in people]}
+            assert reading.is_apart(Ask(client=ANYONE, body=msgspec.convert(body, ReadBody))) == is_apart
 
 
 @pytest.mark.spec("PRO-07")
