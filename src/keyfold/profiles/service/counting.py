@@ -188,10 +188,12 @@ def _fold_all(tx: Transaction, product: Product, asked: Asked, refused: dict[Eve
         plan = planned(product, asked, stored, held, kept_back, tx.now_us)
         if not plan.refused and not plan.kept_back:
             break
-        kept_back |= plan.kept_back
         if plan.refused:
+            # Without them other updates may be released, and have room.
             refused |= {key: str(error) for key, error in plan.refused.items()}
-            asked = asked.without(plan.refused)
+            asked, kept_back = asked.without(plan.refused), set()
+        else:
+            kept_back |= plan.kept_back
     product.pin(tx, {each[0].id for each in asked.updates})
     _write(tx, product, stored, plan)
     return asked
