@@ -1017,6 +1017,14 @@ def test_a_flood_of_one_owner_is_settled_quickly_and_within_the_cap(profiles: Pr
     assert profiles.values(1)[5] == pytest.approx(601, rel=0.01)
 
 
+@pytest.mark.spec("PRO-04", "PRO-06")
+def test_a_flood_of_what_has_no_room_is_settled_quickly_and_within_the_cap(profiles: Profiles) -> None:
+    flood = [event(f"f{n:05}", 1, [EXACT, 5, 2**64 - 1, (A, B)[n % 2]], time=NOW - n) for n in range(3_000)]
+    assert profiles.statuses(*flood, log="order") == ["counted"] * 3_000
+    assert profiles.values(1, counter=EXACT) == {5: 2**64 - 1}
+    assert rows_of(profiles, HELD_UPDATES) == 600
+
+
 @pytest.mark.spec("PRO-12")
 def test_one_event_that_cannot_be_kept_fails_no_other(profiles: Profiles) -> None:
     long_id = "ж" * 200

@@ -170,14 +170,17 @@ def _judge(
         for here in (spots.get(_spot(row)), profiles.get(row.profile)):
             if here is not None:
                 (here.public if at < len(public) else here.released).append(row)
+    released_at: dict[Spot, KeyfoldError] = {}  # each once, however many rows of it are refused
     for at, refusal in plan.folded.refused.items():
-        spot = _spot(folded[at])
-        if not spots[spot].released:
-            plan.refused.setdefault((folded[at].log, folded[at].event_id), refusal)
-        elif isinstance(refusal, CounterOverflow):
-            _leave_out(plan, _too_much(Counters(product.catalog, stored[spot[0]], now), spot, spots[spot]), refusal)
+        if spots[_spot(folded[at])].released:
+            released_at[_spot(folded[at])] = refusal
         else:
-            _leave_out(plan, Rows([], spots[spot].released), refusal)
+            plan.refused.setdefault((folded[at].log, folded[at].event_id), refusal)
+    for spot, refusal in released_at.items():
+        here = Rows([], spots[spot].released)
+        if isinstance(refusal, CounterOverflow):
+            here = _too_much(Counters(product.catalog, stored[spot[0]], now), spot, spots[spot])
+        _leave_out(plan, here, refusal)
     for profile, wrong in broken.items():
         _leave_out(plan, profiles[profile], wrong)
     error_full = UpdateRefused(f"the profile is full: its body may have {product.settings.profile_bytes_max} bytes")
@@ -228,10 +231,11 @@ def _not_fitting(product: Product, profile: ProfileKey, body: bytes, own: Rows, 
         return not all(row.counter.id in known and counters.find(row.counter.id, row.key) for row in rows)
 
     room = _Room(product, profile, body, now)
-    events = _together(own.public, lambda row: (row.log, row.event_id))
-    public = room.left_out_of(sorted(events, key=adds), len(own.public))
-    released = room.left_out_of(sorted(_together(own.released, _spot), key=adds), len(own.released))
-    return Rows(public, released)
+    left_out = [
+        room.left_out_of([each for each in units if not adds(each)], [each for each in units if adds(each)])
+        for units in (_together(own.public, lambda row: (row.log, row.event_id)), _together(own.released, _spot))
+    ]
+    return Rows(*left_out)
 
 
 def _together(rows: Sequence[Row], key: Callable[[Row], Hashable]) -> list[list[Row]]:
@@ -254,10 +258,12 @@ class _Room:
         self._left_out: list[Row] = []
         self._work_left = 0
 
-    def left_out_of(self, events: Sequence[Sequence[Row]], rows: int) -> list[Row]:
-        """Take those that fit, in their order; returns the rows of the others."""
+    def left_out_of(self, *runs: Sequence[Sequence[Row]]) -> list[Row]:
+        """Take those that fit, in their order; returns the rows of the others. Each call has work of its own."""
+        rows = sum(len(event) for run in runs for event in run)
         self._left_out, self._work_left = [], TRIES_MAX * TRY_ROWS + HALVINGS_MAX * rows
-        self._take(events)
+        for run in runs:
+            self._take(run)
         return self._left_out
 
     def _take(self, events: Sequence[Sequence[Row]]) -> None:
