@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import requests
+import sqlalchemy as sa
 
 from keyfold.core import access
 from keyfold.core.clock import ManualClock
 from keyfold.core.store import Store
 from keyfold.counters.messages_pb2 import Profiles
+from keyfold.profiles.tables import PROFILES as PROFILE_ROWS
 from tests.acceptance.served import PROFILES, Served, serving
 from tests.profiles import OFFER, OFFER_TIME, opened
 from tests.profiles import event as own_event
@@ -269,6 +271,13 @@ def test_the_commands_read_explain_and_export(served: Served, tmp_path: Path, in
     assert "CI_OFFER_INTEREST_COUNT" in profiles("explain", "user", "61", "--counter", "600").stdout
     done = profiles("export", str(tmp_path / "all.parquet"), "--type", "user")
     assert "profiles are in" in done.stdout, done.stderr
+    spoil = sa.update(PROFILE_ROWS).where(PROFILE_ROWS.c.profile_id == "61").values(body=b"\xff")
+    store = Store.open(served.store_url)
+    store.transact(lambda tx: tx.execute(spoil))
+    store.close()
+    broken = profiles("get", "user", "61")
+    assert "its counters cannot be read: " in broken.stderr
+    assert json.loads(profiles("get", "user", "61", "--json").stdout)["problem"]
     wrong = profiles("get", "person", "61")
     assert (wrong.returncode, wrong.stderr) == (1, "keyfold: there is no profile type 'person'. Known: banner, user\n")
 

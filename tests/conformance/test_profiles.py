@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import sqlalchemy as sa
 
 from keyfold.core import deadletters
-from keyfold.core.errors import Conflict, SettingsWrong, TooLarge
+from keyfold.core.access import ANYONE
+from keyfold.core.errors import Conflict, SettingsWrong, StoreBusy, TooLarge
+from keyfold.core.gather import Ask, Operation
 from keyfold.core.metrics import REGISTRY
 from keyfold.core.store import Transaction
 from keyfold.core.topics.topic import Record
@@ -20,6 +23,7 @@ from keyfold.counters.keys import owner_of
 from keyfold.counters.messages_pb2 import Profile
 from keyfold.counters.model import decayed
 from keyfold.profiles.answers import as_json, as_protobuf, as_structs
+from keyfold.profiles.routes import ReadBody, routes
 from keyfold.profiles.service import sweeping
 from keyfold.profiles.service.explaining import explain
 from keyfold.profiles.service.exporting import export
@@ -28,7 +32,7 @@ from keyfold.profiles.service.segments import apply_segments
 from keyfold.profiles.service.storing import Stored
 from keyfold.profiles.service.weighing import Weighing
 from keyfold.profiles.settings import ClientView
-from keyfold.profiles.tables import EVENT_MARKS, HELD_UPDATES, PROFILE_TOTALS, PROFILES
+from keyfold.profiles.tables import EVENT_MARKS, HELD_UPDATES, KEY_FREQUENCIES, PROFILE_TOTALS, PROFILES
 from keyfold.profiles.worker import Sweep
 from tests.product import message, put, read_all
 from tests.profiles import DAY, EXAMPLE, NOW, OFFER, OFFER_TIME, PUBLIC, UNRESTRICTED, Profiles, event, opened
@@ -53,6 +57,20 @@ def published(profiles: Profiles) -> list[Profile]:
     records = [record for each in read_all(profiles.context, "profiles").values() for record in each]
     assert all(record.message.version == Profile.FromString(record.message.payload).version for record in records)
     return [Profile.FromString(record.message.payload) for record in records]
+
+
+def rows_fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each statement has fetched since."""
+    fetched: list[int] = []
+    rows_of_driver = Transaction.rows
+
+    def rows(tx: Transaction, *statement: Any) -> list[tuple[Any, ...]]:
+        found = rows_of_driver(tx, *statement)
+        fetched.append(len(found))
+        return found
+
+    monkeypatch.setattr(Transaction, "rows", rows)
+    return fetched
 
 
 def swept(sweep: Sweep | Weighing) -> None:
@@ -367,6 +385,21 @@ def test_above_the_cap_the_smallest_by_time_key_and_event_go(profiles: Profiles)
     assert gone == {"e600", "e601", "e602", "e603"}
 
 
+@pytest.mark.spec("PRO-06", "CORE-16")
+def test_what_waits_is_fetched_only_where_there_is_too_much_of_it(
+    profiles: Profiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in range(5):
+        full = 600 if each == 0 else 300
+        profiles.count(*[event(f"w{each}-{n}", each, [OFFER, 1000 + n, 1, A]) for n in range(full)])
+    fetched = rows_fetched(monkeypatch)
+    profiles.count(*[event(f"n{each}", each, [OFFER, 9, 1, A], time=NOW + 1) for each in range(5)])
+    assert sum(fetched) < 700, "of the one profile that has more than 600"
+    assert rows_of(profiles, HELD_UPDATES) == 600 + 4 * 301
+    held = profiles.context.store.read(lambda tx: explain(tx, profiles.product, ("user", "0")))
+    assert {f"w0-{n}" for n in range(600)} - {each.event_id for each in held} == {"w0-0"}
+
+
 @pytest.mark.spec("PRO-10")
 def test_an_administrator_is_told_what_is_held_back_and_what_it_waits_for(profiles: Profiles) -> None:
     profiles.count(event("1", 1, [OFFER, 5, 2.5, A], time=NOW - 60), event("2", 1, [EXACT, 6, 7, B]), log="order")
@@ -394,6 +427,29 @@ def test_the_ids_of_one_person_are_merged_and_nothing_is_written(profiles: Profi
     assert profiles.values(1, 2, counter=OFFER_TIME) == {5: NOW, 7: NOW}
     assert profiles.values(1) == {5: 2.0}, "alone, what is held back stays so"
     assert (rows_of(profiles, HELD_UPDATES), profiles.read(1).version) == before
+
+
+@pytest.mark.spec("PRO-07", "PRO-04")
+def test_a_merged_answer_is_the_same_whatever_the_order_of_the_ids(store_url: str) -> None:
+    with opened(store_url, merge_days=2) as profiles:
+        times = {1: NOW - 4 * DAY + 100, 2: NOW - 2 * DAY + 50, 3: NOW}
+        for each, owner in ((1, A), (2, B), (3, A)):
+            profiles.count(event(f"e{each}", each, [OFFER, 5, 1, owner], time=times[each]))
+        everything = sum(decayed(1.0, 0.5, NOW - time) for time in times.values())
+        for ids in permutations(times):
+            assert profiles.values(*ids) == {5: pytest.approx(everything)}, "the second confirms both others"
+
+
+@pytest.mark.spec("PRO-07", "CNT-16")
+def test_what_owners_release_of_a_not_glued_counter_is_not_in_a_merge(store_url: str, tmp_path: Path) -> None:
+    exactly = '    Description: "orders of an offer, exactly"\n'
+    changed = with_changed_catalog(tmp_path, "not_glued", exactly, exactly + "    NotGlued: true\n")
+    with opened(store_url, catalog=changed) as profiles:
+        assert profiles.product.catalog[EXACT].not_glued
+        for each, owner in ((1, A), (2, B)):
+            profiles.count(event(f"e{each}", each, [OFFER, 5, 1, owner], [EXACT, 5, 7, owner]), log="order")
+        assert profiles.values(1, 2) == {5: 2.0}
+        assert profiles.values(1, 2, counter=EXACT) == {}
 
 
 @pytest.mark.spec("PRO-07")
@@ -480,6 +536,33 @@ def test_rare_keys_weigh_more_by_how_many_profiles_have_them(profiles: Profiles)
     assert not weighing.step(), "not due again"
 
 
+@pytest.mark.spec("CNT-16")
+def test_weights_that_could_not_be_stored_are_stored_at_the_next_step_and_count_nobody_twice(
+    profiles: Profiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idf = next(c for c in profiles.product.catalog.counters.values() if c.idf)
+    profiles.count(*[event(f"{n}", n, [idf.id, 1]) for n in range(9)], log=idf.input_types[0])
+    weighing = Weighing(profiles.context, profiles.product)
+
+    def busy(*_: object, **__: object) -> None:
+        raise StoreBusy("another writes")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(profiles.context.store, "transact", busy)
+        with pytest.raises(StoreBusy):
+            weighing.step()
+    assert not weighing.step()
+
+    def counted(tx: Transaction) -> list[int]:
+        totals = tx.execute(sa.select(PROFILE_TOTALS.c.profiles)).scalars()
+        return [*totals, *tx.execute(sa.select(KEY_FREQUENCIES.c.profiles)).scalars()]
+
+    assert profiles.context.store.read(counted) == [9, 9]
+    profiles.clock.advance(DAY)
+    assert not weighing.step()
+    assert profiles.context.store.read(counted) == [9, 9], "the next walk begins anew"
+
+
 def take_segments(profiles: Profiles, version: int, *names: str) -> None:
     """A set of user 1, as often as it is delivered."""
     entries = [{"segment_id": name, "evaluation_version": version} for name in names]
@@ -510,6 +593,26 @@ def test_a_set_of_segments_that_was_left_does_not_come_back_after_a_sweep(profil
     swept(Sweep(profiles.context, profiles.product))
     take_segments(profiles, 7, "b")
     assert (profiles.read(1).segments, profiles.read(1).version) == ([("b", 7)], 4)
+
+
+@pytest.mark.spec("PRO-11", "CNT-07")
+def test_a_sweep_does_not_load_profiles_that_have_segments(profiles: Profiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_segments(profiles, 5, "a")
+    profiles.count(event("2", 2, [OFFER, 5]))
+    profiles.clock.advance(60 * DAY + 1)
+    load_for_writing, locked = sweeping.loaded, list[Any]()
+
+    def loaded(tx: Transaction, product: Any, keys: Any, *, items: int) -> Any:
+        locked.extend(keys)
+        return load_for_writing(tx, product, keys, items=items)
+
+    monkeypatch.setattr(sweeping, "loaded", loaded)
+    swept(Sweep(profiles.context, profiles.product))
+    assert locked == [("user", "2")]
+    assert profiles.read(1).segments == [("a", 5)]
+    take_segments(profiles, 6)
+    swept(Sweep(profiles.context, profiles.product))
+    assert locked == [("user", "2"), ("user", "1")], "without segments it goes"
 
 
 @pytest.mark.spec("PRO-11")
@@ -786,8 +889,30 @@ def test_a_repeat_of_a_refused_event_in_one_batch_is_refused_too(profiles: Profi
     large = 2**64 - 1
     profiles.count(event("first", 1, [EXACT, 1, large]), log="order")
     one = event("o1", 1, [EXACT, 1, 1])
-    assert profiles.statuses(one, one, event("o1", 1, [EXACT, 2, 1]), log="order") == ["refused"] * 3
+    first, repeat, other = profiles.count(one, one, event("o1", 1, [EXACT, 2, 1]), log="order")
+    assert [first.status, repeat.status, other.status] == ["refused"] * 3
+    assert "would leave 64 bits" in first.reason
+    assert repeat.reason == first.reason
+    assert other.reason == "this id came twice at once with different content, and the first was refused; send it again"
     assert profiles.statuses(event("o1", 1, [EXACT, 2, 1]), log="order") == ["counted"], "it may come again, mended"
+
+
+@pytest.mark.spec("PRO-02")
+def test_what_was_judged_by_itself_is_not_refused_for_what_is_refused_beside_it(store_url: str) -> None:
+    with opened(store_url, profile_bytes_max=1000) as profiles:
+        swept(Sweep(profiles.context, profiles.product))
+        profiles.count(event("first", 2, [EXACT, 1, 2**64 - 1]), log="order")
+        late = event("e", 2, [OFFER, 5], time=NOW - 30 * DAY)
+        much = event("e", 2, [EXACT, 1, 1])
+        assert profiles.statuses(late, much, log="order") == ["late", "refused"]
+        by_position = event("n", 2, [OFFER, -1]), event("n", 2, [OFFER, 7]), much
+        told = [verdict.status for verdict in profiles.count(*by_position, log="order", marked=False)]
+        assert (told, profiles.values(2)[7]) == (["refused", "counted", "refused"], 1.0)
+        waits = event("w", 1, [OFFER, 5, 1, A])
+        assert profiles.statuses(waits) == ["counted"]
+        filled_profile(profiles, 1)
+        beside = event("b", 1, [OFFER, 5, 1, B]), event("p", 1, [OFFER, 5])
+        assert profiles.statuses(waits, *beside) == ["duplicate", "counted", "refused"]
 
 
 @pytest.mark.spec("PRO-02")
@@ -843,15 +968,7 @@ def test_what_waits_unconfirmed_is_not_even_fetched_by_a_merged_read(
     profiles: Profiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profiles.count(event("1", 1, [OFFER, 5]), event("2", 2, [OFFER, 5, 2.0]))
-    fetched: list[int] = []
-    rows_of_driver = Transaction.rows
-
-    def rows(tx: Transaction, *statement: Any) -> list[tuple[Any, ...]]:
-        found = rows_of_driver(tx, *statement)
-        fetched.append(len(found))
-        return found
-
-    monkeypatch.setattr(Transaction, "rows", rows)
+    fetched = rows_fetched(monkeypatch)
     before = profiles.values(1, 2)
     without = list(fetched)
     waiting = [event(f"{one}-{n}", one, [OFFER, 1000 + n, 1, A]) for one in (1, 2) for n in range(200)]
@@ -859,6 +976,16 @@ def test_what_waits_unconfirmed_is_not_even_fetched_by_a_merged_read(
     fetched.clear()
     assert profiles.values(1, 2) == before
     assert fetched == without == [2, 0]
+
+
+@pytest.mark.spec("PRO-05", "PRO-08")
+def test_reads_that_look_at_what_waits_are_gathered_apart_from_the_others(tmp_path: Path) -> None:
+    with opened(f"sqlite:///{tmp_path / 'k.db'}") as profiles:
+        (reading,) = (each.run for each in routes(profiles.context) if each.path == "/v1/profiles")
+        assert isinstance(reading, Operation)
+        for people, is_apart in (([1, 1], False), ([2], True), ([1, 2, 1], True)):
+            body = {"profiles": [{"ids": [{"type": "user", "id": n} for n in range(count)]} for count in people]}
+            assert reading.is_apart(Ask(client=ANYONE, body=msgspec.convert(body, ReadBody))) == is_apart
 
 
 @pytest.mark.spec("PRO-07")
@@ -890,6 +1017,14 @@ def test_a_flood_of_one_owner_is_settled_quickly_and_within_the_cap(profiles: Pr
     assert profiles.values(1)[5] == pytest.approx(601, rel=0.01)
 
 
+@pytest.mark.spec("PRO-04", "PRO-06")
+def test_a_flood_of_what_has_no_room_is_settled_quickly_and_within_the_cap(profiles: Profiles) -> None:
+    flood = [event(f"f{n:05}", 1, [EXACT, 5, 2**64 - 1, (A, B)[n % 2]], time=NOW - n) for n in range(3_000)]
+    assert profiles.statuses(*flood, log="order") == ["counted"] * 3_000
+    assert profiles.values(1, counter=EXACT) == {5: 2**64 - 1}
+    assert rows_of(profiles, HELD_UPDATES) == 600
+
+
 @pytest.mark.spec("PRO-12")
 def test_one_event_that_cannot_be_kept_fails_no_other(profiles: Profiles) -> None:
     long_id = "ж" * 200
@@ -914,11 +1049,113 @@ def test_what_is_released_does_not_make_a_profile_larger_than_it_may_be(store_ur
         waits = event("w", 1, *[[OFFER, 2**63 + n, 1, A] for n in range(30)])
         profiles.count(waits)
         profiles.count(*lone, log="order")
-        profiles.statuses(event("x", 1, *[[OFFER, 2**63 + n, 1, B] for n in range(30)]))
+        assert profiles.statuses(event("x", 1, *[[OFFER, 2**63 + n, 1, B] for n in range(30)])) == ["counted"]
         size = profiles.context.store.read(
             lambda tx: tx.execute(sa.select(sa.func.length(PROFILES.c.body))).scalar_one()
         )
-        assert size <= 1000
+        assert 1000 - 2 * 22 < size <= 1000, "as many as fit are released"
+        released = profiles.values(1)
+        assert set(released.values()) == {2.0}
+        assert rows_of(profiles, HELD_UPDATES) == 2 * (30 - len(released))
+
+
+@pytest.mark.spec("PRO-12", "PRO-06")
+def test_what_was_released_and_found_no_room_is_released_when_there_is_some(store_url: str) -> None:
+    with opened(store_url, profile_bytes_max=1000) as profiles:
+        filled = filled_profile(profiles, 1)
+        profiles.count(event("a", 1, [OFFER, 5, 1, A]), event("b", 1, [OFFER, 5, 2, B]))
+        assert profiles.values(1) == {}
+        assert rows_of(profiles, HELD_UPDATES) == 2
+        profiles.context.store.transact(lambda tx: tx.execute(sa.update(PROFILES).values(body=b"")))
+        profiles.count(event("c", 1, [OFFER, 5, 4, A]))
+        assert profiles.values(1) == {5: 7.0}
+        assert rows_of(profiles, HELD_UPDATES) == 0
+        assert filled > 30
+
+
+def filled_profile(profiles: Profiles, profile_id: int) -> int:
+    """Fill a profile until nothing more fits; returns how many keys it has."""
+    fill = [event(f"fill{profile_id}-{n}", profile_id, [630, 2**63 + n]) for n in range(100)]
+    fill += [event(f"last{profile_id}-{n}", profile_id, [630, n]) for n in range(100)]
+    return profiles.statuses(*fill, log="order").count("counted")
+
+
+WAITING_BESIDE = {
+    "nothing": [],
+    "one owner": [event("w1", 1, [OFFER, 5, 1, A], [EXACT, 5, 2**64 - 1, A], time=NOW + DAY)],
+    "an owner twice": [
+        event("w1", 1, [EXACT, 5, 2**64 - 1, A], time=NOW - DAY),
+        event("w2", 1, [EXACT, 5, 2**64 - 1, A], [OFFER, 5, 1, A], time=NOW + 60),
+    ],
+}
+
+
+@pytest.mark.spec("PRO-04", "PRO-05")
+@pytest.mark.parametrize("kernel", ["numpy", "numba"])
+@pytest.mark.parametrize("waiting", WAITING_BESIDE.values(), ids=WAITING_BESIDE)
+def test_no_public_event_is_refused_for_what_waits(tmp_path: Path, kernel: str, waiting: list[dict[str, Any]]) -> None:
+    """Whatever times and values it has: what would leave 64 bits with it waits on."""
+    with opened(f"sqlite:///{tmp_path / 'k.db'}", kernel=kernel) as profiles:
+        assert profiles.statuses(*waiting, log="order") == ["counted"] * len(waiting)
+        public = event("y", 1, [EXACT, 5, 1], [OFFER, 7])
+        assert profiles.statuses(public, log="order") == ["counted"]
+        assert profiles.values(1)[7] == 1.0
+        assert profiles.statuses(event("z", 1, [EXACT, 5, 2**63 + 5]), log="order") == ["counted"]
+        assert profiles.values(1, counter=EXACT)[5] == 2**63 + 6
+        assert profiles.statuses(event("much", 1, [EXACT, 5, 2**63]), log="order") == ["refused"]
+
+
+@pytest.mark.spec("PRO-04", "PRO-05", "PRO-06")
+def test_what_is_too_large_to_be_released_waits_on_and_keeps_nobody_else_from_it(profiles: Profiles) -> None:
+    profiles.count(event("large", 1, [EXACT, 5, 2**64 - 1, A], time=NOW + DAY), log="order")
+    profiles.count(event("small", 1, [EXACT, 5, 7, C]), log="order")
+    assert profiles.values(1, counter=EXACT) == {5: 7}, "the other is a source, though it is too large itself"
+    assert profiles.statuses(event("b", 1, [EXACT, 5, 2**64 - 8, B]), log="order") == ["counted"]
+    assert profiles.values(1, counter=EXACT) == {5: 2**64 - 1}, "as much as fits"
+    (held,) = profiles.context.store.read(lambda tx: explain(tx, profiles.product, ("user", "1")))
+    assert (held.event_id, "if its profile has room" in held.waits_for) == ("large", True)
+    profiles.clock.advance(5 * DAY)
+    swept(Sweep(profiles.context, profiles.product))
+    assert rows_of(profiles, HELD_UPDATES) == 0
+
+
+@pytest.mark.spec("PRO-05", "PRO-12")
+def test_the_status_in_a_full_profile_tells_nothing_of_what_waits(tmp_path: Path) -> None:
+    """The same events are said to be the same, one by one and together, whoever waits at their keys."""
+    told = []
+    waiting = [event("w", 1, *[[OFFER, key, 1, A] for key in range(5)], [EXACT, 3, 2**64 - 1, A])]
+    for name, before in (("plain", []), ("held", waiting)):
+        with opened(f"sqlite:///{tmp_path / name}.db", profile_bytes_max=1000) as profiles:
+            filled_profile(profiles, 1)
+            profiles.count(*before, log="order")
+            asked = [
+                event("owned", 1, [OFFER, 1, 1, B]),
+                event("both", 1, [OFFER, 2, 1, B], [630, 2**63]),
+                event("known", 1, [630, 2**63 + 1]),
+                event("public", 1, [OFFER, 3]),
+                event("wide", 1, [EXACT, 3, 1, B]),
+            ]
+            one_by_one = [profiles.statuses(each, log="order") for each in asked]
+            again = [{**each, "event_id": f"again {each['event_id']}"} for each in asked]
+            told.append((one_by_one, profiles.statuses(*again, log="order"), profiles.values(1, counter=630)))
+    assert told[0] == told[1]
+    assert told[0][1] == ["counted", "counted", "counted", "refused", "counted"]
+
+
+@pytest.mark.spec("PRO-05", "PRO-12")
+def test_the_status_in_a_broken_profile_tells_nothing_of_what_waits(tmp_path: Path) -> None:
+    told = []
+    for name, before in (("plain", []), ("held", [event("w", 1, [OFFER, 5, 1, A])])):
+        with opened(f"sqlite:///{tmp_path / name}.db") as profiles:
+            profiles.count(event("first", 1, [630, 1]), *before, log="order")
+            broken = Profile()
+            broken.packed_counters.add(counter_ids=[630], keys=[1, 2]).values.add().fixed64_values.value.append(1)
+            body = broken.SerializeToString()
+            profiles.context.store.transact(lambda tx, b=body: tx.execute(sa.update(PROFILES).values(body=b)))
+            owned = event("owned", 1, [OFFER, 5, 1, B])
+            told.append((profiles.statuses(owned), profiles.statuses(event("public", 1, [OFFER, 5]))))
+    assert told[0] == told[1]
+    assert told[0][1] == ["refused"]
 
 
 @pytest.mark.parametrize(
@@ -1019,6 +1256,54 @@ def bytes_fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Transaction, "rows", rows)
     return fetched
+
+
+@pytest.mark.spec("PRO-08", "PRO-12", "CORE-16")
+def test_a_request_that_asks_for_too_much_is_refused_before_all_of_it_is_fetched(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(store_url, read_bytes_max=1_000_000) as profiles:
+        ids = [("user", each) for each in copied(profiles, 40, keys=6_000)]
+        view = view_of(profiles.product, UNRESTRICTED, None)
+        everyone = [([each], view) for each in ids]
+        fetched = bytes_fetched(monkeypatch)
+        with pytest.raises(TooLarge, match="1000000 are allowed"):
+            profiles.context.store.read(lambda tx: read_profiles(tx, profiles.product, everyone))
+        assert 1_000_000 < sum(fetched) < 1_400_000, "the rest of four million was never fetched"
+        fetched.clear()
+        with pytest.raises(TooLarge, match="1000000 are allowed"):
+            profiles.context.store.read(lambda tx: read_numbers(tx, profiles.product, [[each] for each in ids], view))
+        assert 1_000_000 < sum(fetched) < 1_400_000
+        assert len(profiles.context.store.read(lambda tx: read_profiles(tx, profiles.product, everyone[:9]))) == 9
+
+
+@pytest.mark.spec("PRO-08", "PRO-11", "CORE-16")
+def test_what_one_request_may_read_is_bounded_in_segments_too(store_url: str) -> None:
+    with opened(store_url, read_bytes_max=1_000_000, publish=False) as profiles:
+        entries = [{"segment_id": f"{n:0100}", "evaluation_version": 2**60} for n in range(500)]
+        said = msgspec.json.encode({"segments": entries})
+        sets = [Record(0, each, message(str(each), 1, said)) for each in range(30)]
+        profiles.context.store.transact(lambda tx: apply_segments(tx, profiles.product, sets))
+        view = view_of(profiles.product, UNRESTRICTED, None)
+
+        def read(people: int) -> list[int]:
+            asked = [([("user", str(each))], view) for each in range(people)]
+            read = profiles.context.store.read(lambda tx: read_profiles(tx, profiles.product, asked))
+            return [len(each.segments) for each in read]
+
+        assert read(15) == [500] * 15
+        with pytest.raises(TooLarge, match="1000000 are allowed"):
+            read(30)
+
+
+@pytest.mark.spec("PRO-08")
+def test_some_people_are_read_by_one_statement(profiles: Profiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    profiles.count(*[event(f"e{n}", n, [OFFER, 5]) for n in range(100)])
+    view = view_of(profiles.product, UNRESTRICTED, None)
+    fetched = bytes_fetched(monkeypatch)
+    entries = [([("user", str(n))], view) for n in range(100)]
+    assert len(profiles.context.store.read(lambda tx: read_profiles(tx, profiles.product, entries))) == 100
+    assert len(fetched) == 1
 
 
 @pytest.mark.spec("PRO-12", "CORE-16")

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from keyfold.core.store import Store, Transaction
 from keyfold.core.tables import MESSAGES
-from keyfold.counters.catalog import Catalog, Kind
+from keyfold.counters.catalog import UINT64_MAX, Catalog, Kind
 from keyfold.counters.keys import owner_of
 from keyfold.counters.messages_pb2 import Profile
 from keyfold.profiles.service.product import PROFILES_TOPIC, Product
@@ -24,11 +24,14 @@ from tests.unit.counters.reference import Reference
 
 LOG = "order"
 TYPE = "user"
+EXACT = 602
 # The bound of CNT-05 for one commit: a float is rounded once when it is stored.
 ROUNDING = 2.0**-24
 
 Fields = Mapping[str, Any]
 Place = tuple[str, int]  # profile id, key; every owned update is of the one group that may hold some back
+Update = tuple[int, int, float, int]  # counter, key, value, time
+Released = tuple[tuple[str, int], Update]  # with the id of its event, and which update of it
 
 
 class Waiting(NamedTuple):
@@ -76,6 +79,9 @@ class Found:
         view = view_of(product, UNRESTRICTED, None)
         read = read_profiles(tx, product, [([(TYPE, each)], view) for each in self.ids])
         self.read = dict(zip(self.ids, read, strict=True))
+        everybody = [(TYPE, each) for each in self.ids]
+        orders = [everybody, everybody[::-1]] if len(everybody) > 1 else []
+        self.merged = read_profiles(tx, product, [(order, view) for order in orders])
 
     def counts(self) -> list[int]:
         """How far the work has come, in numbers that only grow while no sweep runs."""
@@ -106,6 +112,9 @@ class Book:
             if status == "counted":
                 self.counted.setdefault(fields["event_id"], fields)
                 fresh.append(fields)
+        for fields, status in given:
+            if status == "refused" and not self._is_ahead(fields, now_us) and self._has_room(fields, fresh, now_us):
+                self.broken.append(f"C4: {fields['event_id']} was refused, and what is public leaves room for it")
         self._fold(fresh, now_us)
 
     def move_watermark(self, now_us: int) -> None:
@@ -123,8 +132,24 @@ class Book:
                 self.broken.append(f"X1: {gone} was swept, and had {left}")
 
     def _may_be_refused(self, fields: Fields) -> bool:
-        """Only what may not fit: a sum of more than 64 bits."""
-        return any(value >= 2**63 for _, _, value, _ in updates_of(fields))
+        """Only what may not fit: a public sum of more than 64 bits."""
+        return any(value >= 2**63 and owner is None for _, _, value, owner in updates_of(fields))
+
+    def _has_room(self, fields: Fields, beside: Sequence[Fields], now_us: int) -> bool:
+        """Whether its public updates fit, with what is public and with those of the events that were counted beside."""
+        profile = str(fields["profile_id"])
+        sums = self._exact(profile, now_us // 1_000_000)
+        for each in (fields, *(each for each in beside if str(each["profile_id"]) == profile)):
+            for counter, key, value, owner in updates_of(each):
+                if owner is None and counter == EXACT:
+                    sums[key] += int(value)
+        return all(total <= UINT64_MAX for total in sums.values())
+
+    def _exact(self, profile: str, now: int) -> Counter[int]:
+        """The exact sums that are public, by key."""
+        reference = self._profiles.get(profile)
+        found = reference.read(now).get(EXACT, {}) if reference else {}
+        return Counter({key: int(value) for key, (value, _) in found.items()})
 
     def _is_ahead(self, fields: Fields, now_us: int) -> bool:
         """Refused before anything else is looked at, so a repeat may be too, where the clock went back."""
@@ -146,9 +171,50 @@ class Book:
             self.refused.add(fields["event_id"])
 
     def _fold(self, events: Sequence[Fields], now_us: int) -> None:
-        """Step by step, as if each update came alone; what became public is one batch of its profile."""
+        """What became public is one batch of its profile; of what is released, what has no room in a sum waits on."""
         now = now_us // 1_000_000
-        public: dict[str, list[tuple[int, int, float, int]]] = defaultdict(list)
+        before = {place: list(waiting) for place, waiting in self._waiting.items()}
+        stays: set[tuple[str, int]] = set()
+        while True:
+            public, released = self._settled(events, now_us, stays)
+            if not (too_much := self._too_much(public, released, now)):
+                break
+            stays |= too_much
+            self._waiting = defaultdict(list, {place: list(waiting) for place, waiting in before.items()})
+        for profile in public.keys() | released.keys():
+            updates = [*public[profile], *(update for _, update in released[profile])]
+            reference = self._profiles.setdefault(profile, Reference(self._catalog, TYPE))
+            stood = reference.read(0)
+            reference.commit(updates, now)
+            # What is older than all of MaxRecords keys came and went at once: nobody sees a change.
+            self._changes[profile] += reference.read(0) != stood
+            if reference.refused:
+                self.broken.append(f"C1: {profile} counts {reference.refused}, which leaves 64 bits")
+
+    def _too_much(
+        self, public: Mapping[str, list[Update]], released: Mapping[str, list[Released]], now: int
+    ) -> set[tuple[str, int]]:
+        """Of what is released into an exact sum, what has no room beside what is public: the largest."""
+        stay: set[tuple[str, int]] = set()
+        for profile, freed in released.items():
+            sums = self._exact(profile, now)
+            for counter, key, value, _ in public[profile]:
+                if counter == EXACT:
+                    sums[key] += int(value)
+            for name, (counter, key, value, _) in sorted(freed, key=lambda each: (each[1][2], each[0])):
+                if counter == EXACT and sums[key] + int(value) > UINT64_MAX:
+                    stay.add(name)
+                elif counter == EXACT:
+                    sums[key] += int(value)
+        return stay
+
+    def _settled(
+        self, events: Sequence[Fields], now_us: int, stays: Collection[tuple[str, int]]
+    ) -> tuple[dict[str, list[Update]], dict[str, list[Released]]]:
+        """Step by step, as if each update came alone: what is public by itself, and what is released."""
+        now = now_us // 1_000_000
+        public: dict[str, list[Update]] = defaultdict(list)
+        released: dict[str, list[Released]] = defaultdict(list)
         latest: dict[Place, int] = {}
         touched: set[Place] = set()
         for fields in events:
@@ -159,7 +225,7 @@ class Book:
                     touched.add(place)
                     if (stands := self._public_time(place, now)) is not None:
                         latest[place] = stands
-                    public[profile] += self._freed(place, latest, now_us)
+                    released[profile] += self._freed(place, latest, now_us, stays)
                 if owner is None:
                     public[profile].append((counter, key, value, time))
                     self._move(latest, place, time, now)
@@ -167,25 +233,24 @@ class Book:
                     self._waiting[place].append(
                         Waiting(counter, value, time, owner, fields["event_id"], number, now_us)
                     )
-                public[profile] += self._freed(place, latest, now_us)
-        for profile, updates in public.items():
-            reference = self._profiles.setdefault(profile, Reference(self._catalog, TYPE))
-            before = reference.read(0)
-            reference.commit(updates, now)
-            # What is older than all of MaxRecords keys came and went at once: nobody sees a change.
-            self._changes[profile] += reference.read(0) != before
-            if reference.refused:
-                self.broken.append(f"C1: {profile} counts {reference.refused}, which leaves 64 bits")
+                released[profile] += self._freed(place, latest, now_us, stays)
+        return public, released
 
-    def _freed(self, place: Place, latest: dict[Place, int], now_us: int) -> list[tuple[int, int, float, int]]:
+    def _freed(
+        self, place: Place, latest: dict[Place, int], now_us: int, stays: Collection[tuple[str, int]]
+    ) -> list[Released]:
         """Take out what a second source confirms, and what that confirms in turn; returns the updates."""
-        freed: list[tuple[int, int, float, int]] = []
+        freed: list[Released] = []
         while True:
             here = self._alive(self._waiting[place], now_us)
-            free = [each for each in here if self._is_confirmed(each, here, latest.get(place))]
+            free = [
+                each
+                for each in here
+                if (each.event_id, each.number) not in stays and self._is_confirmed(each, here, latest.get(place))
+            ]
             if not free:
                 return freed
-            freed += [(each.counter, place[1], each.value, each.time) for each in free]
+            freed += [((each.event_id, each.number), (each.counter, place[1], each.value, each.time)) for each in free]
             self._waiting[place] = [each for each in self._waiting[place] if each not in free]
             for each in sorted(free, key=lambda one: -one.time):
                 self._move(latest, place, each.time, now_us // 1_000_000)
@@ -225,8 +290,39 @@ class Book:
             self._changes = Counter({each: len(found.messages[each]) for each in found.ids})
         broken = self._marks(found) + self._held(found)
         for each in found.ids:
-            broken += self._published(each, found) + self._values(each, found.read[each], found.now_us // 1_000_000)
+            broken += self._published(each, found)
+            broken += self._values(each, found.read[each], self._profiles.get(each), found.now_us // 1_000_000)
+        for read in found.merged:
+            broken += self._values("a merge", read, self._merged(found), found.now_us // 1_000_000)
         return broken
+
+    def _merged(self, found: Found) -> Reference:
+        """All profiles as one person's: what is public of each, and what owners confirm of each other."""
+        now = found.now_us // 1_000_000
+        together: dict[int, list[Waiting]] = defaultdict(list)
+        for (profile, key), waiting in self._waiting.items():
+            together[key] += self._alive(waiting, found.now_us) if profile in found.ids else []
+        confirmed = [
+            (each.counter, key, each.value, each.time)
+            for key, waiting in together.items()
+            for each in self._confirmed(waiting)
+        ]
+        parts = [self._profiles[each] for each in found.ids if each in self._profiles]
+        merged = Reference(self._catalog, TYPE)
+        merged.merge(parts, now, confirmed)
+        merged.commits = sum(part.commits for part in parts) + len(confirmed)
+        return merged
+
+    def _confirmed(self, waiting: Sequence[Waiting]) -> list[Waiting]:
+        """What of these has a source among them, and what is near the newest of what has."""
+        confirmed: list[Waiting] = []
+        while True:
+            left = [each for each in waiting if each not in confirmed]
+            newest = max((each.time for each in confirmed), default=None)
+            free = [each for each in left if self._is_confirmed(each, left, newest)]
+            if not free:
+                return confirmed
+            confirmed += free
 
     def _marks(self, found: Found) -> list[str]:
         """X2: an event has a mark exactly if it counts; once it is a day behind the watermark, the mark may go."""
@@ -253,14 +349,13 @@ class Book:
         broken = [f"C4: {each} waits, and should not" for each in sorted(there - right)[:3]]
         return broken + [f"C4: {each} should wait, and does not" for each in sorted(right - there)[:3]]
 
-    def _values(self, profile: str, read: Read, now: int) -> list[str]:
+    def _values(self, profile: str, read: Read, reference: Reference | None, now: int) -> list[str]:
         """C1, C3, C4: a reader gets what the public events add up to, within the bound of CNT-05, and nothing else."""
         there = {
             counter_id: dict(zip(pack.keys, row, strict=True))
             for pack in read.packs
             for counter_id, (_, row) in zip(pack.counter_ids, pack.rows, strict=True)
         }
-        reference = self._profiles.get(profile)
         right = reference.read(now) if reference else {}
         if {each: set(keys) for each, keys in there.items()} != {each: set(keys) for each, keys in right.items()}:
             return [f"C4: {profile} is read as {there}, it is {right}"]
@@ -270,6 +365,8 @@ class Book:
             is_exact = self._catalog[counter_id].kind not in (Kind.FLOAT, Kind.DOUBLE)
             for key, value in values.items():
                 expected = right[counter_id][key][0]
+                if is_exact:
+                    expected = min(expected, UINT64_MAX)  # where a merge has more
                 bound = 0.0 if is_exact else _bound(reference, magnitudes[counter_id, key])
                 if abs(float(value) - float(expected)) > bound or (is_exact and value != expected):
                     broken.append(f"C1: counter {counter_id} of {profile} has {value} at {key}, it is {expected}")

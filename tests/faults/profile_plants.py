@@ -8,8 +8,8 @@ import msgspec
 
 from keyfold.core.store import Transaction
 from keyfold.core.store.shapes import load
-from keyfold.profiles.model import Held
-from keyfold.profiles.service import counting, folding, holding, storing, sweeping
+from keyfold.profiles.model import Held, settled
+from keyfold.profiles.service import counting, folding, holding, reading, storing, sweeping
 from tests.faults.plants import Plot, commit, commit_after, look_then_insert, not_there, plant
 
 SIMULATOR, KILLS, WRITERS = "profile simulator", "profile kill sweep", "profile writers"
@@ -119,6 +119,20 @@ def _(plot: Plot) -> None:
         return msgspec.structs.replace(found, released=[*found.released, *seen])
 
     plot.name(folding, "settlement", settle)
+
+
+@plant("public events are refused for what is released beside them", SIMULATOR, "profiles")
+def _(plot: Plot) -> None:
+    plot.name(folding, "_too_much", lambda counters, spot, here: here)
+
+
+@plant("in a merge owners release each other in the order of the ids", SIMULATOR, "profiles")
+def _(plot: Plot) -> None:
+    plot.name(
+        reading,
+        "released_by_merge",
+        lambda held, merge_seconds: settled([], None, held, merge_seconds=merge_seconds).released,
+    )
 
 
 @plant("held-back data raises the version that the world sees", SIMULATOR, "profiles")

@@ -177,7 +177,9 @@ class ProfileSimulation(LogStage[Fields]):
         draw = chance.random()
         if draw < 0.08:
             return [[OFFER, 5], TOO_MUCH]
-        if draw < 0.14:
+        if draw < 0.12:
+            return [[OFFER, 5], [*TOO_MUCH[:2], chance.choice((1, 2**63, 2**64 - 1)), chance.choice(OWNERS)]]
+        if draw < 0.18:
             return [[OFFER, 10 + key] for key in chance.sample(range(40), 20)]  # more than MaxRecords
         return [
             [chance.choice((OFFER, EXACT)), chance.randrange(3), chance.randint(1, 9), chance.choice((None, *OWNERS))]

@@ -104,6 +104,10 @@ def _no_key(_: Ask) -> str:
     return ""
 
 
+def _never(_: Ask) -> bool:
+    return False
+
+
 class Operation(Struct, frozen=True, kw_only=True):
     """Something many clients ask for at once. `apply` answers each request of a batch, in order."""
 
@@ -114,6 +118,7 @@ class Operation(Struct, frozen=True, kw_only=True):
     check: Callable[[Ask], None] = _accept  # refuses a request before it joins a batch
     weight: Callable[[Ask], int] = _one
     key: Callable[[Ask], str] = _no_key
+    is_apart: Callable[[Ask], bool] = _never  # gathered with its like only: the others do not wait for what it takes
     # Of a read: how a request that is alone is answered without a lane, if that takes one small statement.
     question: Callable[[Ask], Question | None] | None = None
 
@@ -130,7 +135,7 @@ class Gatherer:
     def __init__(self, store: Store, limits: Limits) -> None:
         self._store = store
         self._limits = limits
-        self._lanes: dict[tuple[str, int], _Lane] = {}
+        self._lanes: dict[tuple[str, bool, int], _Lane] = {}
         self._guard = threading.Lock()
         self._reads = itertools.count()
         self._in_lanes = 0  # reads
@@ -195,14 +200,13 @@ class Gatherer:
 
     def _lane(self, operation: Operation, ask: Ask) -> "_Lane":
         number = self._number(operation, ask)
-        lane = self._lanes.get((operation.name, number))
+        place = (operation.name, operation.is_apart(ask), number)
+        lane = self._lanes.get(place)
         if lane is None:
             with self._guard:
                 if self._closed:
                     raise Stopping("the server is stopping", retry_after_seconds=1)
-                lane = self._lanes.setdefault(
-                    (operation.name, number), _Lane(operation, self._store, self._limits, number)
-                )
+                lane = self._lanes.setdefault(place, _Lane(operation, self._store, self._limits, number))
         return lane
 
     def _number(self, operation: Operation, ask: Ask) -> int:

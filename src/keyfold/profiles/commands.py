@@ -31,7 +31,7 @@ class Shown(Struct, frozen=True):
     is_time: bool = False
 
 
-class Got(Struct, frozen=True):
+class Got(Struct, frozen=True, omit_defaults=True):
     """A profile as this command line shows it: every counter, restricted ones too, nothing that is held back."""
 
     type: str
@@ -39,6 +39,7 @@ class Got(Struct, frozen=True):
     version: int
     counters: list[Shown]
     segments: list[str]
+    problem: str = ""  # why its counters cannot be read
 
 
 @app.command()
@@ -71,11 +72,12 @@ def get(
         for counter_id, (_, values) in zip(pack.counter_ids, pack.rows, strict=True)
         for key, value in zip(pack.keys, values, strict=True)
     ]
-    got = Got(profile_type, ids[0], read.version, shown, [name for name, _ in read.segments])
+    got = Got(profile_type, ids[0], read.version, shown, [name for name, _ in read.segments], read.problem)
     head = f"{profile_type} {', '.join(printable(each) for each in ids)}: "
     head += f"version {read.version}" if read.version else "nothing is known"
     segments = [f"segments: {', '.join(printable(each) for each in got.segments)}"] if got.segments else []
-    return Answer(data=got, table=[_row(each) for each in shown], lines=[head, *segments])
+    notes = [f"its counters cannot be read: {printable(read.problem)}"] if read.problem else []
+    return Answer(data=got, table=[_row(each) for each in shown], lines=[head, *segments], notes=notes)
 
 
 @app.command()

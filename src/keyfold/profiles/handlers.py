@@ -1,6 +1,7 @@
 """Handlers: a user's functions that turn an event of a log into updates of a profile's counters."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -147,6 +148,11 @@ def handler(log: str, profile_type: str = "user", *, profile_id: str = "profile_
     """Register a function for a log and a profile type; it may be registered for several."""
 
     def register(function: H) -> H:
+        if any(waits(function) for waits in (iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)):
+            raise TypeError(
+                f"the handler {function.__name__} is called and not awaited or iterated, so nothing of it would run; "
+                "write it with def, without async and yield"
+            )
         made = [*getattr(function, _MARK, ()), Handler(log, profile_type, profile_id, function)]
         setattr(function, _MARK, made)
         return function

@@ -16,6 +16,7 @@ from keyfold.profiles.handlers import Event, Handler, Update, Updates, Writable
 
 ProfileKey = tuple[str, str]  # type, id
 EventKey = tuple[str, str]  # log, event id
+UpdateKey = tuple[str, str, int]  # log, event id, which update of its event
 LogEvent = tuple[str, Event]  # log, event
 EVENT_ID_MAX = 200
 PROFILE_ID_BYTES_MAX = 400
@@ -46,6 +47,10 @@ class Row(Struct, frozen=True, gc=False):
     log: str
     number: int
 
+    @property
+    def update(self) -> UpdateKey:
+        return self.log, self.event_id, self.number
+
 
 class Held(Struct, frozen=True, gc=False):
     """An owned update that waits for a second source."""
@@ -64,6 +69,10 @@ class Held(Struct, frozen=True, gc=False):
     def age(self) -> tuple[int, int, str]:
         """The smallest go first where there are too many."""
         return self.time, self.key, self.event_id
+
+    @property
+    def update(self) -> UpdateKey:
+        return self.log, self.event_id, self.number
 
 
 def event_of(fields: Mapping[str, Any]) -> Event:
@@ -255,14 +264,17 @@ def settled(
     merge_seconds: int,
     expired_before: int | None = None,
     count_max: int | None = None,
+    kept_back: Container[UpdateKey] = frozenset(),
 ) -> Settled:
     """What a sequence of updates of one key releases: an int is the time of a public update, a Held is an owned one.
 
     Step by step, as if each came alone: so it does not matter how events were gathered into batches. First of all,
     what waits is settled by itself: a source may be there that was not when it came, because the clock went back into
     the period of one, or a setting was changed. From then on only what is near a step can be released by it.
+
+    What is kept back has no room in its profile: it is a source for others, and waits on itself.
     """
-    waiting = _Waiting(merge_seconds)
+    waiting = _Waiting(merge_seconds, kept_back)
     for each in held:
         waiting.add(each)
     result = Settled([], [], [])
@@ -278,22 +290,27 @@ def settled(
             may_release = latest is not None and waiting.any_near(latest)
         if may_release:
             latest = _release(result.released, waiting, latest, expired_before)
-        if count_max is not None and len(waiting.held) > count_max:
+        if count_max is not None and len(waiting.held) + len(waiting.kept_back) > count_max:
             result.pushed_out.append(waiting.take_smallest())
-    result.waiting = waiting.held
+    result.waiting = waiting.all()
     return result
 
 
 class _Waiting:
     """The held-back updates of one key, with the times of each owner in order: a look for a source is a search."""
 
-    def __init__(self, merge_seconds: int) -> None:
+    def __init__(self, merge_seconds: int, kept_back: Container[UpdateKey]) -> None:
         self.held: list[Held] = []
+        self.kept_back: list[Held] = []  # apart from the others, so that no look for what is free goes through them
         self._merge_seconds = merge_seconds
+        self._is_kept_back = kept_back
         self._times: dict[int, list[int]] = {}
 
+    def all(self) -> list[Held]:
+        return [*self.held, *self.kept_back]
+
     def add(self, held: Held) -> None:
-        self.held.append(held)
+        (self.kept_back if held.update in self._is_kept_back else self.held).append(held)
         insort(self._times.setdefault(held.owner, []), held.time)
 
     def has_source(self, held: Held, latest: int | None) -> bool:
@@ -309,7 +326,7 @@ class _Waiting:
         """Whether anything has another source: where two owners are near each other, two neighbours in time are."""
         if latest is not None and self.any_near(latest):
             return True
-        in_order = sorted(self.held, key=lambda each: each.time)
+        in_order = sorted(self.all(), key=lambda each: each.time)
         return any(
             one.owner != after.owner and after.time - one.time < self._merge_seconds
             for one, after in pairwise(in_order)
@@ -322,7 +339,7 @@ class _Waiting:
         return free
 
     def take_smallest(self) -> Held:
-        smallest = min(self.held, key=lambda each: each.age)
+        smallest = min(self.all(), key=lambda each: each.age)
         self._remove([smallest])
         return smallest
 
@@ -333,6 +350,7 @@ class _Waiting:
     def _remove(self, gone: Sequence[Held]) -> None:
         out = {id(each) for each in gone}
         self.held = [each for each in self.held if id(each) not in out]
+        self.kept_back = [each for each in self.kept_back if id(each) not in out]
         for each in gone:
             times = self._times[each.owner]
             del times[bisect_left(times, each.time)]
@@ -349,14 +367,13 @@ def _release(released: list[Held], waiting: _Waiting, latest: int | None, expire
     return latest
 
 
-def released_by_merge(held: Sequence[Sequence[Held]], merge_seconds: int) -> list[Held]:
+def released_by_merge(held: Sequence[Held], merge_seconds: int) -> list[Held]:
     """What the held-back updates of one key, of several profiles of one person, release of each other.
 
-    Only owners confirm each other here: a public key of another id would let anyone who may write to a profile of
-    their own read what others wait with.
+    All at once, because the ids of a person have no order. Only owners confirm each other here: a public key of
+    another id would let anyone who may write to a profile of their own read what others wait with.
     """
-    steps: list[Held | int] = [each for profile in held for each in profile]
-    return settled([], None, steps, merge_seconds=merge_seconds).released
+    return settled(held, None, [], merge_seconds=merge_seconds).released
 
 
 def _moved(latest: int | None, time: int, expired_before: int | None) -> int | None:

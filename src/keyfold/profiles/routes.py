@@ -227,7 +227,11 @@ def _reading(context: Context, product: Product) -> Operation:
             outcomes.append(Encoded(encode(part, own), ask.media))
         return outcomes
 
-    return Operation(name="profiles read", apply=apply, writes=False, check=check, weight=_weight)
+    def is_apart(ask: Ask) -> bool:
+        return _looks_at_what_waits(product, ask)
+
+    # An answer that leaves at once must not wait for a look at what is held back, not even for that of its neighbours.
+    return Operation(name="profiles read", apply=apply, writes=False, check=check, weight=_weight, is_apart=is_apart)
 
 
 def _weight(ask: Ask) -> int:
@@ -236,8 +240,11 @@ def _weight(ask: Ask) -> int:
 
 def _pace(product: Product, ask: Ask) -> float:
     """Several ids read together are looked up among what is held back, which takes the longer the more waits there."""
-    is_merged = bool(product.delayed) and any(len(person.ids) > 1 for person in ask.body.profiles)
-    return product.settings.merged_read_ms / 1_000 if is_merged else 0.0
+    return product.settings.merged_read_ms / 1_000 if _looks_at_what_waits(product, ask) else 0.0
+
+
+def _looks_at_what_waits(product: Product, ask: Ask) -> bool:
+    return bool(product.delayed) and any(len(person.ids) > 1 for person in ask.body.profiles)
 
 
 def _keys(person: Person) -> list[ProfileKey]:

@@ -197,3 +197,22 @@ def test_reads_are_gathered_too(tmp_path: Path, store: Store) -> None:
 
     assert {reply.body for reply in run(store, work)} == {b"0"}
     assert len(batches) < 50
+
+
+def test_a_read_does_not_wait_for_one_that_is_gathered_apart(store: Store) -> None:
+    goes_on = threading.Event()
+
+    def read(tx: Transaction, asks: Sequence[Ask]) -> list[Outcome]:
+        if any(each.body == "slow" for each in asks):
+            assert goes_on.wait(10)
+        return [len({each.body for each in asks})] * len(asks)
+
+    operation = Operation(name="read apart", apply=read, writes=False, is_apart=lambda ask: ask.body == "slow")
+
+    async def work(gatherer: Gatherer) -> list[bytes]:
+        slow = [asyncio.create_task(gatherer.ask(operation, ask("slow"))) for _ in range(20)]
+        quick = await asyncio.wait_for(asyncio.gather(*(gatherer.ask(operation, ask("quick")) for _ in range(20))), 5)
+        goes_on.set()
+        return [reply.body for reply in (*quick, *await asyncio.gather(*slow))]
+
+    assert run(store, work) == [b"1"] * 40, "no batch had both"

@@ -81,13 +81,22 @@ class Reference:
         if enforce_max_records:
             self._enforce_max_records(now)
 
-    def merge(self, others: Iterable["Reference"], now: int | None = None) -> None:
-        """Take over the events of other profiles; with `now`, expired keys do not come along and caps hold."""
+    def merge(self, others: Iterable["Reference"], now: int | None = None, released: Iterable[Update] = ()) -> None:
+        """Take over the events of other profiles; with `now`, expired keys do not come along and caps hold.
+
+        What is `released` into the merge counts where its key is live, be it by a later one of them.
+        """
         if now is not None:
             self._expire(now)
         for other in others:
             for group_id, rows in other.rows.items():
                 self._take(self.groups[group_id], rows, now)
+        for counter_id, key, value, time in sorted(released, key=lambda each: -each[3]):
+            group = self.catalog.group_of(counter_id)
+            rows = self.rows[group.id]
+            if now is None or key in rows.events or not _expired(group, time, now):
+                rows.events.setdefault(key, []).append((counter_id, Decimal(value), time))
+                rows.counter_ids.add(counter_id)
         if now is not None:
             self._enforce_max_records(now)
         self.commits += 1

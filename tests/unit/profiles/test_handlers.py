@@ -89,7 +89,19 @@ def test_a_function_may_be_registered_for_several_logs_and_types(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("x = 1", "there are no handlers"), ("import nowhere", "ModuleNotFoundError"), ("def (", "SyntaxError")],
+    [
+        ("x = 1", "there are no handlers"),
+        ("import nowhere", "ModuleNotFoundError"),
+        ("def (", "SyntaxError"),
+        *[
+            (f"from keyfold.profiles import handler\n@handler('a')\n{own}", "own is called and not awaited")
+            for own in (
+                "async def own(event, updates): pass",
+                "def own(event, updates): yield",
+                "async def own(event, updates): yield",
+            )
+        ],
+    ],
 )
 def test_a_module_that_cannot_be_used_is_said_in_one_line(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "own.py"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keyfold.core.errors import BadInput
-from keyfold.profiles.model import Held, event_of, events_of, fingerprint, profile_id_of, settled
+from keyfold.profiles.model import Held, event_of, events_of, fingerprint, profile_id_of, released_by_merge, settled
 
 MERGE = 100
 
@@ -87,6 +87,19 @@ def test_what_waits_is_settled_whatever_it_has_come_to_beside_each_other(
     found = settled(held, public, steps[waiting_before:], merge_seconds=MERGE)
     assert {each.event_id for each in found.released} == released
     assert {each.event_id for each in found.waiting} == waiting
+
+
+@pytest.mark.spec("PRO-07")
+@settings(max_examples=300, deadline=None)
+@given(given_steps=STEPS, chance=st.randoms())
+def test_a_merge_releases_the_same_whatever_the_order_of_ids_and_all_that_has_a_source(
+    given_steps: list[int | tuple[int, int]], chance: Any
+) -> None:
+    waiting = [step for step in as_steps(given_steps) if isinstance(step, Held)]
+    mixed = chance.sample(waiting, len(waiting))
+    released = {each.event_id for each in released_by_merge(waiting, MERGE)}
+    assert {each.event_id for each in released_by_merge(mixed, MERGE)} == released
+    assert released == one_by_one([], waiting)[0]
 
 
 @pytest.mark.spec("PRO-04")

@@ -2,7 +2,8 @@
 
 Profiles are loaded under a lock, in key order, so two workers on one profile wait for each other; the fold is one
 call over the whole batch. An event counts whole or not at all: where one of its updates cannot be kept, the event
-is refused and the batch is folded again without it.
+is refused and the batch is folded again without it. An owned update waits on instead: whether another was there to
+release it must not be told by what is said of its event.
 """
 
 from collections import Counter
@@ -18,7 +19,7 @@ from keyfold.counters.errors import TimeWrong
 from keyfold.counters.model import TIME_MAX, must_be_time
 from keyfold.profiles import metrics
 from keyfold.profiles.handlers import Event
-from keyfold.profiles.model import Asked, EventKey, LogEvent, ProfileKey, Verdict, ask, fingerprint
+from keyfold.profiles.model import Asked, EventKey, LogEvent, ProfileKey, UpdateKey, Verdict, ask, fingerprint
 from keyfold.profiles.service.folding import Plan, planned
 from keyfold.profiles.service.holding import held_before, move_held
 from keyfold.profiles.service.product import Product
@@ -27,6 +28,7 @@ from keyfold.profiles.tables import EVENT_MARKS, EVENT_WATERMARKS
 
 # What one transaction folds; a larger batch is halved by whoever gathered it.
 BATCH_UPDATES_MAX = 200_000
+ANOTHER_REFUSED = "this id came twice at once with different content, and the first was refused; send it again"
 
 
 def count_events(tx: Transaction, product: Product, log_events: Sequence[LogEvent], *, marked: bool) -> list[Verdict]:
@@ -52,12 +54,13 @@ def not_counted(
         arrived, repeats = _unmarked(tx, log_events, arrived, verdicts)
     asked, refused = _asked(product, log_events, arrived)
     asked = _fold_all(tx, product, asked, refused)
-    for number in (*sorted(asked.refused), *repeats) if refused else ():
-        log, event = log_events[number]
-        if (log, event.id) in refused:
-            verdicts[number] = Verdict(event.id, "refused", refused[log, event.id])
+    if refused:
+        # Of those that are new, and of what repeats one: what was judged before by itself stays as it is.
+        for number in (*asked.refused.intersection(arrived), *repeats):
+            log, event = log_events[number]
+            if (log, event.id) in refused:
+                verdicts[number] = _not_kept(event, refused[log, event.id], verdicts.get(number))
     if marked and refused:
-        # Not the marks of what had waited before: that was counted, and waits on.
         keys = [(log_events[number][0], log_events[number][1].id) for number in arrived]
         _unmark(tx, [key for key in keys if key in refused])
     _count_verdicts(tx, log_events, logs, verdicts)
@@ -155,6 +158,12 @@ def _repeat(event: Event, counted: int, mark: int) -> Verdict:
     return Verdict(event.id, "conflict", "this id was counted with other content")
 
 
+def _not_kept(event: Event, reason: str, before: Verdict | None) -> Verdict:
+    """The reason is that of the first of its id: another event may be somebody else's, and may be good."""
+    is_other = before is not None and before.status == "conflict"
+    return Verdict(event.id, "refused", ANOTHER_REFUSED if is_other else reason)
+
+
 def _unmark(tx: Transaction, keys: Sequence[EventKey]) -> None:
     delete(tx, EVENT_MARKS, {"log": [log for log, _ in keys], "event_id": [event_id for _, event_id in keys]})
 
@@ -174,11 +183,17 @@ def _fold_all(tx: Transaction, product: Product, asked: Asked, refused: dict[Eve
     """Fold and write; what cannot be kept is left out, and the rest folded again without it. Returns what counted."""
     stored = loaded(tx, product, sorted(asked.profiles), items=len(asked.log_events))
     held = held_before(tx, product, asked, stored)
-    while (plan := planned(product, asked, stored, held, tx.now_us)).refused:
-        refused |= {key: str(error) for key, error in plan.refused.items()}
-        asked = asked.without(refused)
-        # What had waited before and cannot be kept now waits on, and is not looked at in this batch.
-        held = {place: [h for h in here if (h.log, h.event_id) not in refused] for place, here in held.items()}
+    kept_back: set[UpdateKey] = set()
+    while True:
+        plan = planned(product, asked, stored, held, kept_back, tx.now_us)
+        if not plan.refused and not plan.kept_back:
+            break
+        if plan.refused:
+            # Without them other updates may be released, and have room.
+            refused |= {key: str(error) for key, error in plan.refused.items()}
+            asked, kept_back = asked.without(plan.refused), set()
+        else:
+            kept_back |= plan.kept_back
     product.pin(tx, {each[0].id for each in asked.updates})
     _write(tx, product, stored, plan)
     return asked

@@ -63,6 +63,10 @@ def _explained(product: Product, held: Held, waiting: Sequence[Held], public_tim
 
 
 def _waits_for(held: Held, waiting: Sequence[Held], public_time: int | None, merge_seconds: int) -> str:
+    sources = [each.time for each in waiting if each.owner != held.owner]
+    sources += [] if public_time is None else [public_time]
+    if any(abs(time - held.time) < merge_seconds for time in sources):
+        return "the next event of this key, which releases it if its profile has room: it has a source"
     within = f"between {held.time - merge_seconds + 1} and {held.time + merge_seconds - 1}"
     others = {each.owner for each in waiting} - {held.owner}
     seen = []

@@ -1,6 +1,6 @@
 """A batch folded in memory: columns from what the handlers said, one call of the kernel, and what cannot be kept."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from keyfold.core.errors import KeyfoldError, SettingsWrong
 from keyfold.counters.bulk import Folded, Updates, fold, reading
-from keyfold.counters.catalog import Kind
+from keyfold.counters.catalog import UINT64_MAX, Kind
 from keyfold.counters.counters import Counters
-from keyfold.counters.errors import UpdateRefused
-from keyfold.profiles.model import Asked, EventKey, Held, ProfileKey, Row
+from keyfold.counters.errors import CounterOverflow, UpdateRefused
+from keyfold.profiles.model import Asked, EventKey, Held, ProfileKey, Row, UpdateKey
 from keyfold.profiles.service.holding import Place, Settlement, settlement
 from keyfold.profiles.service.product import Product
 from keyfold.profiles.service.storing import Stored
@@ -19,6 +19,9 @@ from keyfold.profiles.service.storing import Stored
 # Of a full profile: how many folds of its body, each as much work as so many updates, may be spent on what fits; and
 # how often all of its updates may be looked at besides, which is enough to find how many of the first do.
 TRIES_MAX, TRY_ROWS, HALVINGS_MAX = 200, 1_000, 20
+
+
+Spot = tuple[ProfileKey, int, int]  # profile, counter, key
 
 
 class Plan(Struct):
@@ -29,6 +32,14 @@ class Plan(Struct):
     settlement: Settlement
     updates: int
     refused: dict[EventKey, KeyfoldError]  # events that cannot be kept
+    kept_back: set[UpdateKey]  # owned updates that a source releases, and that cannot be kept: they wait on
+
+
+class Rows(Struct):
+    """What is folded into one profile, or into one number of it: what is public by itself, and what is released."""
+
+    public: list[Row]
+    released: list[Row]
 
 
 def _columns(product: Product, asked: Asked) -> Updates:
@@ -108,23 +119,24 @@ def planned(
     asked: Asked,
     stored: Mapping[ProfileKey, Stored],
     held: Mapping[Place, list[Held]],
+    kept_back: Container[UpdateKey],
     now_us: int,
 ) -> Plan:
-    """Fold events into their profiles; where data is owned, settle first what is public."""
+    """Fold events into their profiles; where data is owned, settle first what is public, without what is kept back."""
     now = now_us // 1_000_000
     profiles, bodies = asked.profiles, [stored[key].body for key in asked.profiles]
     settled = Settlement([], [], [], 0, {})
     if held or asked.is_owned:
         rows = list(asked.rows())
-        settled = settlement(product, rows, stored, held, now_us)
+        settled = settlement(product, rows, stored, held, kept_back, now_us)
         updates = _columns_of(product, profiles, [*(row for row in rows if not row.owner), *settled.released])
     else:
         updates = _columns(product, asked)
     folded = _folded(product, bodies, updates, now)
-    plan = Plan(profiles, folded, settled, len(updates.profile), {})
+    plan = Plan(profiles, folded, settled, len(updates.profile), {}, set())
     full = _full(product, bodies, folded)
     if folded.refused or folded.broken or full or settled.broken:
-        plan.refused = _refused(product, plan, bodies, list(asked.rows()), full, now)
+        _judge(product, plan, bodies, list(asked.rows()), full, now)
     return plan
 
 
@@ -136,49 +148,101 @@ def _full(product: Product, bodies: Sequence[bytes], folded: Folded) -> list[int
     ]
 
 
-def _refused(
+def _judge(
     product: Product, plan: Plan, bodies: Sequence[bytes], rows: Sequence[Row], full: Sequence[int], now: int
-) -> dict[EventKey, KeyfoldError]:
-    """The events that cannot be kept: a sum that overflows, a stored body that is broken, a profile that is full."""
-    refused: dict[EventKey, KeyfoldError] = {}
-    folded = [*(row for row in rows if not row.owner), *plan.settlement.released]
-    for at, error in plan.folded.refused.items():
-        refused.setdefault((folded[at].log, folded[at].event_id), error)
-    broken: dict[ProfileKey, KeyfoldError] = {plan.profiles[index]: e for index, e in plan.folded.broken.items()}
-    broken |= plan.settlement.broken
+) -> None:
+    """Find what cannot be kept: a sum that overflows, a stored body that is broken, a profile that is full.
+
+    Events are refused by what is public alone. What a source releases is never a reason, nor is its event refused for
+    it: it waits on. Otherwise a status would tell that something waits.
+    """
     for row in rows:
-        if row.profile in broken:
-            refused.setdefault((row.log, row.event_id), broken[row.profile])
-    own: dict[ProfileKey, list[Row]] = {plan.profiles[index]: [] for index in full}
-    for row in folded:
-        if row.profile in own:
-            own[row.profile].append(row)
-    error = UpdateRefused(f"the profile is full: its body may have {product.settings.profile_bytes_max} bytes")
-    for index in full:
-        profile = plan.profiles[index]
-        for event in _not_fitting(product, profile, bodies[index], own[profile], now):
-            refused.setdefault(event, error)
-    return refused
+        if row.owner and (error := plan.settlement.broken.get(_place(product, row))):
+            plan.refused.setdefault((row.log, row.event_id), error)
+    stored = dict(zip(plan.profiles, bodies, strict=True))
+    public = [row for row in rows if not row.owner]
+    folded = [*public, *plan.settlement.released]
+    broken = {plan.profiles[index]: error for index, error in plan.folded.broken.items()}
+    crowded = [plan.profiles[index] for index in full]
+    spots: dict[Spot, Rows] = {_spot(folded[at]): Rows([], []) for at in plan.folded.refused}
+    profiles: dict[ProfileKey, Rows] = {each: Rows([], []) for each in (*broken, *crowded)}
+    for at, row in enumerate(folded):
+        for here in (spots.get(_spot(row)), profiles.get(row.profile)):
+            if here is not None:
+                (here.public if at < len(public) else here.released).append(row)
+    released_at: dict[Spot, KeyfoldError] = {}  # each once, however many rows of it are refused
+    for at, refusal in plan.folded.refused.items():
+        if spots[_spot(folded[at])].released:
+            released_at[_spot(folded[at])] = refusal
+        else:
+            plan.refused.setdefault((folded[at].log, folded[at].event_id), refusal)
+    for spot, refusal in released_at.items():
+        here = Rows([], spots[spot].released)
+        if isinstance(refusal, CounterOverflow):
+            here = _too_much(Counters(product.catalog, stored[spot[0]], now), spot, spots[spot])
+        _leave_out(plan, here, refusal)
+    for profile, wrong in broken.items():
+        _leave_out(plan, profiles[profile], wrong)
+    error_full = UpdateRefused(f"the profile is full: its body may have {product.settings.profile_bytes_max} bytes")
+    for profile in crowded:
+        _leave_out(plan, _not_fitting(product, profile, stored[profile], profiles[profile], now), error_full)
 
 
-def _not_fitting(
-    product: Product, profile: ProfileKey, body: bytes, own: Sequence[Row], now: int
-) -> Sequence[EventKey]:
-    """The events that a full profile has no room for. What adds nothing to its size is never among them."""
-    events: dict[EventKey, list[Row]] = {}
-    for row in own:
-        events.setdefault((row.log, row.event_id), []).append(row)
+def _place(product: Product, row: Row) -> Place:
+    return (*row.profile, product.delayed[row.counter.id].id, row.key)
+
+
+def _spot(row: Row) -> Spot:
+    return row.profile, row.counter.id, row.key
+
+
+def _leave_out(plan: Plan, rows: Rows, error: KeyfoldError) -> None:
+    for row in rows.public:
+        plan.refused.setdefault((row.log, row.event_id), error)
+    plan.kept_back.update(row.update for row in rows.released)
+
+
+def _too_much(counters: Counters, spot: Spot, here: Rows) -> Rows:
+    """What of an exact sum has no room in 64 bits: of what is public as the fold takes it, of the rest the largest."""
+    room = UINT64_MAX - int(counters.get(spot[1], spot[2]))
+    left_out = Rows([], [])
+    for row in sorted(here.public, key=lambda each: (-each.time, each.value)):
+        if row.value > room:
+            left_out.public.append(row)
+        else:
+            room -= int(row.value)
+    for row in sorted(here.released, key=lambda each: (each.value, each.update)):
+        if row.value > room:
+            left_out.released.append(row)
+        else:
+            room -= int(row.value)
+    return left_out if left_out.public or left_out.released else Rows([], here.released)
+
+
+def _not_fitting(product: Product, profile: ProfileKey, body: bytes, own: Rows, now: int) -> Rows:
+    """What a full profile has no room for: whole events, then what is released under one key of a counter.
+
+    What adds nothing to its size is never among them.
+    """
     counters = Counters(product.catalog, body, now)
     known = {each for group in counters.groups() for each in counters.counter_ids(group)}
-    adding = {
-        event
-        for event, rows in events.items()
-        if not all(row.counter.id in known and counters.find(row.counter.id, row.key) for row in rows)
-    }
-    room = _Room(product, profile, body, own, now)
-    room.take([rows for event, rows in events.items() if event not in adding])
-    room.take([rows for event, rows in events.items() if event in adding])
-    return room.refused
+
+    def adds(rows: Sequence[Row]) -> bool:
+        return not all(row.counter.id in known and counters.find(row.counter.id, row.key) for row in rows)
+
+    room = _Room(product, profile, body, now)
+    left_out = [
+        room.left_out_of([each for each in units if not adds(each)], [each for each in units if adds(each)])
+        for units in (_together(own.public, lambda row: (row.log, row.event_id)), _together(own.released, _spot))
+    ]
+    return Rows(*left_out)
+
+
+def _together(rows: Sequence[Row], key: Callable[[Row], Hashable]) -> list[list[Row]]:
+    found: dict[Hashable, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return list(found.values())
 
 
 class _Room:
@@ -188,23 +252,30 @@ class _Room:
     beyond a bound on that work, what is left is refused unseen.
     """
 
-    def __init__(self, product: Product, profile: ProfileKey, body: bytes, own: Sequence[Row], now: int) -> None:
-        self.refused: list[EventKey] = []
+    def __init__(self, product: Product, profile: ProfileKey, body: bytes, now: int) -> None:
         self._product, self._profile, self._body, self._now = product, profile, body, now
         self._taken: list[Row] = []
-        self._work_left = TRIES_MAX * TRY_ROWS + HALVINGS_MAX * len(own)
+        self._left_out: list[Row] = []
+        self._work_left = 0
 
-    def take(self, events: Sequence[Sequence[Row]]) -> None:
-        """Take those that fit, in their order."""
+    def left_out_of(self, *runs: Sequence[Sequence[Row]]) -> list[Row]:
+        """Take those that fit, in their order; returns the rows of the others. Each call has work of its own."""
+        rows = sum(len(event) for run in runs for event in run)
+        self._left_out, self._work_left = [], TRIES_MAX * TRY_ROWS + HALVINGS_MAX * rows
+        for run in runs:
+            self._take(run)
+        return self._left_out
+
+    def _take(self, events: Sequence[Sequence[Row]]) -> None:
         rows = [row for event in events for row in event]
         if not rows or self._fits(rows):
             self._taken += rows
         elif len(events) == 1:
-            self.refused.append((rows[0].log, rows[0].event_id))
+            self._left_out += rows
         else:
             middle = len(events) // 2
-            self.take(events[:middle])
-            self.take(events[middle:])
+            self._take(events[:middle])
+            self._take(events[middle:])
 
     def _fits(self, rows: Sequence[Row]) -> bool:
         wanted = [*self._taken, *rows]

@@ -1,6 +1,6 @@
 """Owned updates that wait for a second source: where they lie, what releases them, what pushes them out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -13,15 +13,17 @@ from keyfold.counters.catalog import Kind
 from keyfold.counters.counters import Counters
 from keyfold.counters.errors import PackWrong
 from keyfold.profiles import metrics
-from keyfold.profiles.model import Asked, Held, ProfileKey, Row, settled
+from keyfold.profiles.model import Asked, Held, ProfileKey, Row, UpdateKey, settled
 from keyfold.profiles.service.product import Product
 from keyfold.profiles.service.storing import Stored, keys_of
 from keyfold.profiles.tables import HELD_UPDATES
 
 Place = tuple[str, str, int, int]  # profile type, profile id, time counter, key
+Pair = tuple[str, str, int]  # profile type, profile id, time counter
 HeldHere = tuple[ProfileKey, int, Held]  # profile, time counter
 
 PLACE = ("profile_type", "profile_id", "time_counter_id", "key")
+PAIRS_AT_ONCE = 100  # of which all that waits is in memory
 _HELD = ("counter_id", "owner", "value", "count", "committed_at_us")
 
 
@@ -32,7 +34,7 @@ class Settlement(Struct):
     waiting: list[HeldHere]
     leaving: list[HeldHere]  # released, or pushed out
     pushed_out: int
-    broken: dict[ProfileKey, PackWrong]  # profiles whose public keys cannot be read
+    broken: dict[Place, PackWrong]  # where the public key of an owned update cannot be read
 
 
 def held_at(tx: Transaction, product: Product, keys: Columns) -> dict[Place, list[Held]]:
@@ -103,11 +105,13 @@ def settlement(
     rows: Sequence[Row],
     stored: Mapping[ProfileKey, Stored],
     held: Mapping[Place, list[Held]],
+    kept_back: Container[UpdateKey],
     now_us: int,
 ) -> Settlement:
     """Settle every key of this batch that has an owned update, or where one waits.
 
-    Where one waits at a key of refused events only, nothing is settled: they have no effect.
+    Where one waits at a key of refused events only, nothing is settled: they have no effect. What is kept back is not
+    released.
     """
     now = now_us // 1_000_000
     owned = {(*row.profile, product.delayed[row.counter.id].id, row.key) for row in rows if row.owner}
@@ -125,7 +129,8 @@ def settlement(
                 readers[profile] = Counters(product.catalog, stored[profile].body, now)
             found = readers[profile].find(group.id, place[3])
         except PackWrong as error:
-            result.broken[profile] = error
+            if place in owned:  # elsewhere the fold finds it out, whether or not something waits there
+                result.broken[place] = error
             continue
         before = held.get(place, [])
         key = settled(
@@ -135,6 +140,7 @@ def settlement(
             merge_seconds=product.settings.merge_seconds,
             expired_before=None if group.expire_seconds is None else now - group.expire_seconds,
             count_max=group.delayed_records_max,
+            kept_back=kept_back,
         )
         known = {id(each) for each in before}
         gone = (*key.released, *key.pushed_out)
@@ -199,18 +205,44 @@ def _held_keys(held: Sequence[HeldHere]) -> dict[str, list[Any]]:
     }
 
 
-def _push_out(tx: Transaction, product: Product, pairs: Sequence[tuple[str, str, int]]) -> None:
+def _push_out(tx: Transaction, product: Product, pairs: Sequence[Pair]) -> None:
     """Above MaxDelayedRecords of a profile and time counter, the smallest by (time, key, event id) go."""
-    waiting = held_at(tx, product, dict(zip(PLACE[:3], zip(*pairs, strict=True), strict=True)))
-    by_pair: dict[tuple[str, str, int], list[Held]] = {}
-    for place, held in waiting.items():
-        by_pair.setdefault(place[:3], []).extend(held)
+    crowded = _crowded(tx, product, pairs)
     gone: list[HeldHere] = []
-    for (profile_type, profile_id, group_id), held in by_pair.items():
-        count_max = product.catalog.groups[group_id].delayed_records_max or 0
-        if len(held) > count_max:
-            smallest = sorted(held, key=lambda each: each.age)[: len(held) - count_max]
-            gone += [((profile_type, profile_id), group_id, each) for each in smallest]
+    for begin in range(0, len(crowded), PAIRS_AT_ONCE):
+        gone += _smallest(tx, product, crowded[begin : begin + PAIRS_AT_ONCE])
     if gone:
         delete(tx, HELD_UPDATES, _held_keys(gone))
         tx.after_commit.append(lambda: metrics.PUSHED_OUT.inc(len(gone)))
+
+
+def _crowded(tx: Transaction, product: Product, pairs: Sequence[Pair]) -> list[Pair]:
+    """Those of the profiles and time counters in which more waits than may: counted where it lies, not fetched."""
+    columns = dict(zip(PLACE[:3], zip(*pairs, strict=True), strict=True))
+    most = {group_id: product.catalog.groups[group_id].delayed_records_max or 0 for _, _, group_id in pairs}
+    mark, alias = ("?", "") if tx.is_sqlite else ("%s", f" ({', '.join(columns)})")
+    found: list[tuple[Any, ...]] = []
+    for piece in batch.slices(tx, columns):
+        rendered, parameters = batch.source(tx, HELD_UPDATES, piece)
+        sql = (
+            f"SELECT profile_type, profile_id, time_counter_id, count(*) FROM ({rendered}) AS pair{alias}"  # noqa: S608
+            " JOIN held_updates AS held USING (profile_type, profile_id, time_counter_id)"
+            f" WHERE held.committed_at_us > {mark}"
+            f" GROUP BY 1, 2, 3 HAVING count(*) > {mark}"
+        )
+        found += tx.rows(sql, (*parameters, product.held_oldest_us(tx.now_us), min(most.values())))
+    counted = [((kind, profile_id, group + SIGN_BIT), count) for kind, profile_id, group, count in found]
+    return sorted(pair for pair, count in counted if count > most[pair[2]])
+
+
+def _smallest(tx: Transaction, product: Product, pairs: Sequence[Pair]) -> list[HeldHere]:
+    """What goes of each. What the catalog has no place for any more was counted with the rest, and is not here."""
+    by_pair: dict[Pair, list[Held]] = {}
+    for place, held in held_at(tx, product, dict(zip(PLACE[:3], zip(*pairs, strict=True), strict=True))).items():
+        by_pair.setdefault(place[:3], []).extend(held)
+    gone: list[HeldHere] = []
+    for (profile_type, profile_id, group_id), held in by_pair.items():
+        above = len(held) - (product.catalog.groups[group_id].delayed_records_max or 0)
+        smallest = sorted(held, key=lambda each: each.age)[: max(0, above)]
+        gone += [((profile_type, profile_id), group_id, each) for each in smallest]
+    return gone

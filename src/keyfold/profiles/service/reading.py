@@ -1,7 +1,7 @@
 """Reading profiles: the ids of one person merged, held back data left out, restricted counters left out and named."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,11 +97,11 @@ def read_profiles(
     """Each entry is one person: the profiles of all its ids, merged."""
     now = tx.now_us // 1_000_000
     keys = dict.fromkeys([key for ids, _ in entries for key in ids])
-    found = load(tx, PROFILES, keys_of(keys), ("body", "segments", "public_version"))
+    found = _stored(tx, product, keys, ("body", "segments", "public_version"))
     # Whoever is read with others is looked up among the held back whether or not anything is there.
     held = _confirmed(tx, product, [ids for ids, _ in entries if len(ids) > 1])
     rows = [_public(found, ids) for ids, _ in entries]
-    _must_not_be_too_much(product, [row[0] for own in rows for row in own])
+    _must_not_be_too_much(product, sum([len(row[0]) + len(row[1]) for own in rows for row in own]))
     read: list[Read] = []
     for (ids, view), own, passed_on in zip(entries, rows, _passed_on(product, entries, rows, now), strict=True):
         if passed_on is None:
@@ -131,9 +131,9 @@ def read_numbers(
         return _numbers_of(read_profiles(tx, product, [(ids, counted) for ids in people]))
     now = tx.now_us // 1_000_000
     keys = [ids[0] for ids in people]
-    found = load(tx, PROFILES, keys_of(dict.fromkeys(keys)), ("body", "public_version"))
+    found = _stored(tx, product, dict.fromkeys(keys), ("body", "public_version"))
     bodies = [row[0] if (row := found.get(key)) is not None and row[1] else b"" for key in keys]
-    _must_not_be_too_much(product, bodies)
+    _must_not_be_too_much(product, sum(map(len, bodies)))
     numbers, others = bulk.numbers(product.catalog, bodies, view.counters, now, kernel=product.settings.kernel)
     if not others:
         return numbers, {}
@@ -157,12 +157,30 @@ def _public(found: Found, ids: Sequence[ProfileKey]) -> list[tuple[Any, ...]]:
     return [row for key in ids if (row := found.get(key)) is not None and row[2]]
 
 
-def _must_not_be_too_much(product: Product, bodies: Iterable[bytes]) -> None:
+def _stored(tx: Transaction, product: Product, keys: Collection[ProfileKey], columns: Sequence[str]) -> Found:
+    """The rows: bytes, and the public version last.
+
+    Few come at once. Many come in steps, so that too much is known as such before all of it is in memory.
+    """
+    step = max(1, product.settings.read_bytes_max // product.settings.profile_bytes_max)
+    if len(keys) <= step:
+        return load(tx, PROFILES, keys_of(keys), columns)
+    found: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    size, listed = 0, list(keys)
+    for begin in range(0, len(listed), step):
+        some = load(tx, PROFILES, keys_of(listed[begin : begin + step]), columns)
+        size += sum([len(stored) for row in some.values() for stored in row[:-1]])
+        _must_not_be_too_much(product, size)
+        found |= some
+    return found
+
+
+def _must_not_be_too_much(product: Product, size: int) -> None:
     """A few bytes may ask for many: what is answered is bounded as what is asked."""
-    size, size_max = sum(map(len, bodies)), product.settings.read_bytes_max
+    size_max = product.settings.read_bytes_max
     if size > size_max:
         raise TooLarge(
-            f"the profiles of one request have {size} bytes together, {size_max} are allowed",
+            f"the profiles of one request have {size} bytes or more together, {size_max} are allowed",
             hint="Read fewer people at once",
         )
 
@@ -245,13 +263,10 @@ def merged_profile(
     merged = MutableCounters(product.catalog, b"", now, future_seconds_max=2**33)
     for body in bodies:
         merged.absorb(Counters(product.catalog, body, now))
-    by_place: dict[tuple[int, int], list[list[Held]]] = {}
+    by_place: dict[tuple[int, int], list[Held]] = {}
     for profile in held:
-        own: dict[tuple[int, int], list[Held]] = {}
         for group_id, each in profile:
-            own.setdefault((group_id, each.key), []).append(each)
-        for place, here in own.items():
-            by_place.setdefault(place, []).append(here)
+            by_place.setdefault((group_id, each.key), []).append(each)
     for _, waiting in sorted(by_place.items()):
         freed = released_by_merge(waiting, product.settings.merge_seconds)
         for each in sorted(freed, key=lambda one: -one.time):

@@ -24,6 +24,7 @@ COLUMNS = ("version", "public_version", "body", "segments", "segments_version", 
 KEY = ("profile_type", "profile_id")
 _BODY, _SEGMENTS = COLUMNS.index("body"), COLUMNS.index("segments")
 _SIZE = (sa.func.length(PROFILES.c.body) + sa.func.length(PROFILES.c.segments)).label("size")
+_HAS_SEGMENTS = (sa.func.length(PROFILES.c.segments) > 0).label("has_segments")
 
 
 class Stored(Struct):
@@ -36,6 +37,10 @@ class Stored(Struct):
     segments_version: int = 0
     held_at_us: int = 0
     expires_at: int = 0
+
+    @property
+    def has_segments(self) -> bool:
+        return bool(self.segments)
 
 
 def keys_of(profiles: Iterable[ProfileKey]) -> dict[str, list[Any]]:
@@ -63,7 +68,7 @@ def next_profiles(
     The bytes are those of the profiles, which are not read here: both databases know a length without its value.
     """
     page = tx.execute(
-        sa.select(*(PROFILES.c[name] for name in (*KEY, *columns)), _SIZE)
+        sa.select(*(PROFILES.c[name] for name in (*KEY, *columns)), _SIZE, _HAS_SEGMENTS)
         .where(behind(after), wanted)
         .order_by(*(PROFILES.c[name] for name in KEY))
         .limit(rows_max)

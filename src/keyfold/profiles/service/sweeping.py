@@ -92,7 +92,12 @@ def delete_expired(tx: Transaction, product: Product, after: ProfileKey, rows_ma
 
 
 def _may_go(row: Stored | sa.Row[Any], now: int, oldest_us: int) -> bool:
-    """A public part goes whatever keeps its row: if it stayed, it would tell that something waits."""
+    """A public part goes whatever keeps its row: if it stayed, it would tell that something waits.
+
+    What has segments stays; to load it for writing, only to find that out, would write its row at every walk.
+    """
+    if row.has_segments:
+        return False
     return row.expires_at < now and (row.public_version > 0 or not _is_kept(row, oldest_us))
 
 
@@ -106,7 +111,7 @@ def _bill(product: Product, row: Stored, now: int) -> Bill | None:
 
     What the catalog does not know, or what cannot be read, is nobody's to delete.
     """
-    if not row.version or row.segments:
+    if not row.version:
         return None
     try:
         counters = MutableCounters(product.catalog, row.body, now)

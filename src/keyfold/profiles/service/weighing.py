@@ -29,7 +29,7 @@ class Weighing:
         self._product = product
         self._idf = {c.id for c in product.catalog.counters.values() if c.idf}
         self._types = sorted({product.catalog[each].profile_type for each in self._idf})
-        self._after: ProfileKey = ("", "")
+        self._after: ProfileKey | None = ("", "")  # None: all is counted, and not yet stored
         self._totals: Tally[str] = Tally()
         self._keys: Tally[tuple[int, int]] = Tally()
 
@@ -37,11 +37,12 @@ class Weighing:
         """Count one page; whether the walk goes on."""
         if not self._idf or (self._after == ("", "") and not self._is_due()):
             return False
-        page, last, now = self._store.read(self._page)
-        for (profile_type, _), row in page.items():
-            self._count(profile_type, row.body, now)
-        if last is not None:
-            self._after = last
+        after = self._after
+        if after is not None:
+            page, self._after, now = self._store.read(lambda tx: self._page(tx, after))
+            for (profile_type, _), row in page.items():
+                self._count(profile_type, row.body, now)
+        if self._after is not None:
             return True
         self._store.transact(self._replace, name="profile weights")
         self._after, self._totals, self._keys = ("", ""), Tally(), Tally()
@@ -55,9 +56,9 @@ class Weighing:
 
         return self._store.read(counted)
 
-    def _page(self, tx: Transaction) -> tuple[dict[ProfileKey, Stored], ProfileKey | None, int]:
+    def _page(self, tx: Transaction, after: ProfileKey) -> tuple[dict[ProfileKey, Stored], ProfileKey | None, int]:
         wanted = sa.and_(PROFILES.c.profile_type.in_(self._types), PROFILES.c.public_version > 0)
-        rows, last = next_profiles(tx, self._after, (), wanted, PAGE, self._product.settings.read_bytes_max)
+        rows, last = next_profiles(tx, after, (), wanted, PAGE, self._product.settings.read_bytes_max)
         return public_rows(tx, [(row.profile_type, row.profile_id) for row in rows]), last, tx.now_us // 1_000_000
 
     def _count(self, profile_type: str, body: bytes, now: int) -> None:
