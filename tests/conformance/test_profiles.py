@@ -1269,11 +1269,11 @@ def test_a_request_that_asks_for_too_much_is_refused_before_all_of_it_is_fetched
         fetched = bytes_fetched(monkeypatch)
         with pytest.raises(TooLarge, match="1000000 are allowed"):
             profiles.context.store.read(lambda tx: read_profiles(tx, profiles.product, everyone))
-        assert 1_000_000 < sum(fetched) < 1_400_000, "the rest of four million was never fetched"
+        assert 1_000_000 < sum(fetched) < 2_000_000, "the rest of four million was never fetched"
         fetched.clear()
         with pytest.raises(TooLarge, match="1000000 are allowed"):
             profiles.context.store.read(lambda tx: read_numbers(tx, profiles.product, [[each] for each in ids], view))
-        assert 1_000_000 < sum(fetched) < 1_400_000
+        assert 1_000_000 < sum(fetched) < 2_000_000
         assert len(profiles.context.store.read(lambda tx: read_profiles(tx, profiles.product, everyone[:9]))) == 9
 
 
