@@ -19,7 +19,6 @@ from keyfold.counters.counters import Counters, MutableCounters
 from keyfold.counters.errors import PackWrong
 from keyfold.counters.messages_pb2 import Profile
 from keyfold.counters.model import Number
-from keyfold.counters.packs import must_be_whole, parsed
 from keyfold.profiles.model import Held, ProfileKey, released_by_merge
 from keyfold.profiles.service.holding import PLACE, Place, held_at, several_owners
 from keyfold.profiles.service.product import Product
@@ -282,8 +281,6 @@ def merged_profile(
 
 def packs_of(catalog: Catalog, body: bytes, view: View, now: int) -> list[Pack]:
     """The counters of one stored profile, whatever its form, key by key."""
-    profile = parsed(body)
-    must_be_whole(profile, catalog)
     return _picked(Counters(catalog, body, now), view, now)
 
 
