@@ -1202,6 +1202,29 @@ def test_an_order_explained_for_one_identity_and_not_for_another_is_taken_from_b
     assert with_history.total("card_id", "c") == 0
 
 
+@pytest.mark.spec("ORD-10", "ORD-16")
+def test_an_order_explains_only_cells_of_identities_that_it_counts_for(with_history: Orders, tmp_path: Path) -> None:
+    with_history.clock.advance(3 * HOUR)
+    phone, device = {"phone_id": "p"}, {"phone_id": "p", "device_id": "d"}
+    with_history.count(order("a", START, device, tariff="t"), order("b", START, phone, tariff="t"))
+    path = tmp_path / "h.parquet"
+
+    def told(a: dict[str, str], b: dict[str, str]) -> Path:
+        return write_history(
+            path, [order("a", START, a, tariff="t", city="riga"), order("b", START, b, tariff="t", city="omsk")]
+        )
+
+    (left,) = with_history.add_dimension("city", told(phone, device)).unexplained
+    assert (left.identity_type, left.live_count, left.live_in_history) == ("device_id", 1, 0), "one, but not the same"
+    begun = switch(with_history.store, with_history.unit, "city")
+    assert begun is not None
+    history = with_history.history(told(device, device))
+    assert split(with_history.store, with_history.unit, begun, history).is_done, "one has more identities in history"
+    assert with_history.total("device_id", "d", city="riga") == with_history.total("device_id", "d") == 1
+    assert take_back(with_history, "a") == ["corrected"]
+    assert with_history.total("device_id", "d") == 0
+
+
 @pytest.mark.spec("ORD-10")
 def test_by_a_clock_that_went_back_a_dimension_is_added_right(store_url: str, tmp_path: Path) -> None:
     with opened(store_url, dedupe_days=10, limits__transaction_seconds_max=1, limits__lock_seconds_max=1) as orders:

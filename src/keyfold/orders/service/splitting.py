@@ -364,7 +364,7 @@ class _Splitter:
         """What history says of each old cell, by the slice that its orders go to; and where marked orders go."""
         assert self._history is not None or not explained
         single = [each.order_id for each in explained if each.order_id]
-        counted = self._slices_of(tx, single)
+        counted = self._places_of(tx, single)
         pieces: dict[Place, dict[Slice, OldCell]] = {}
         moved: dict[str, tuple[Place, int]] = {}
         for each in explained:
@@ -372,7 +372,7 @@ class _Splitter:
             target = self._unit.slice_of(values)
             old = {name: value for name, value in values.items() if name != self._splitting.dimension}
             place = (each.identity, self._unit.slice_of(old).slice_id)
-            if each.order_id and counted.get(each.order_id) != place[1]:
+            if each.order_id and counted.get(each.order_id) != place:
                 continue
             here = pieces.setdefault(place, {}).setdefault(target, (_empty(), _empty()))
             here[0 if each.is_live else 1].add(Part(each.count, each.from_us, each.to_us))
@@ -380,14 +380,18 @@ class _Splitter:
                 moved[each.order_id] = (place, target.slice_id)
         return pieces, moved
 
-    def _slices_of(self, tx: Transaction, order_ids: Sequence[str]) -> dict[str, int]:
-        """The slice in which each of the orders counts for this identity type; nothing of those that do not."""
-        wanted = ("slice_id", "moved", "is_corrected")
+    def _places_of(self, tx: Transaction, order_ids: Sequence[str]) -> dict[str, Place]:
+        """The cell in which each of the orders counts for this identity type; nothing of those that do not.
+
+        Marks say which: history may have given an order another identity since, or one where it had none.
+        """
+        wanted = ("slice_id", "moved", "identities", "is_corrected")
         marks = load(tx, self._unit.tables.marks, {"order_id": order_ids}, wanted)
+        type_id, decode = self._kind.type_id, msgspec.json.Decoder(dict[int, str]).decode
         return {
-            order_id: int(moved_of(moved).get(self._kind.type_id) or slice_id)
-            for (order_id,), (slice_id, moved, is_corrected) in marks.items()
-            if not is_corrected
+            order_id: (identity, int(moved_of(moved).get(type_id) or slice_id))
+            for (order_id,), (slice_id, moved, identities, is_corrected) in marks.items()
+            if not is_corrected and (identity := decode(identities).get(type_id)) is not None
         }
 
     def _replace(self, tx: Transaction, gone: Sequence[Place], added: Mapping[tuple[str, Slice], OldCell]) -> None:
