@@ -1225,6 +1225,35 @@ def test_an_order_explains_only_cells_of_identities_that_it_counts_for(with_hist
     assert with_history.total("device_id", "d") == 0
 
 
+@pytest.mark.spec("ORD-10", "ORD-16")
+def test_what_is_taken_back_while_a_dimension_is_added_stays_in_history_until_the_next_backfill(
+    store_url: str, tmp_path: Path
+) -> None:
+    limits = {"limits__transaction_seconds_max": 1, "limits__lock_seconds_max": 1}
+    with opened(store_url, identities=["phone_id"], dimensions=["tariff"], start=iso(START), **limits) as orders:
+        add_identity(orders.store, orders.unit, "card_id", (START + DAY) * 1_000_000)
+        orders.clock.advance(START + 2 * DAY - NOW)
+        both = {"phone_id": "p", "card_id": "c"}
+        early = [order(each, START + HOUR, both, tariff="t", city="riga", payment_method_type=each) for each in "123"]
+        late = order("4", START + DAY + HOUR, both, tariff="t", city="omsk", payment_method_type="4")
+        orders.count(*[order(each.order_id, each.created_at.timestamp(), both, tariff="t") for each in (*early, late)])
+        path = write_history(tmp_path / "h.parquet", [*early, late])
+        take_back(orders, "1")
+        orders.backfill(path)
+        begun = switch(orders.store, orders.unit, "city")
+        assert begun is not None
+        orders.clock.advance(-HOUR)  # no clock decides what the backfill knew
+        assert take_back(orders, "2") == ["corrected"]
+        splitting.wait_for_writers(orders.store, begun, sleep=orders.clock.advance)
+        assert split(orders.store, orders.unit, begun, orders.history(path)).is_done
+        assert [orders.total("card_id", "c", city=each) for each in ("riga", "omsk")] == [2, 1]
+        assert not is_complete(orders, "card_id")
+        orders.backfill(path, "card_id")
+        assert orders.cells() == recount([early[2], late], ["tariff", "city"], list(both))
+        assert orders.add_dimension("pay", path, "payment_tech_type").is_done, "left out by now"
+        assert orders.total("card_id", "c", pay="2") == 0
+
+
 @pytest.mark.spec("ORD-10")
 def test_by_a_clock_that_went_back_a_dimension_is_added_right(store_url: str, tmp_path: Path) -> None:
     with opened(store_url, dedupe_days=10, limits__transaction_seconds_max=1, limits__lock_seconds_max=1) as orders:

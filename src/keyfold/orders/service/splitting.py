@@ -8,6 +8,7 @@ every read sums right. What history cannot explain stays, is told, and the dimen
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 
 import msgspec
 import sqlalchemy as sa
@@ -18,7 +19,17 @@ from keyfold.core.errors import BadInput, Conflict, Internal
 from keyfold.core.store import Store, Transaction, batch
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import delete, increment, load, update
-from keyfold.orders.model import APPLICATION, UNKNOWN, IdentityType, Part, Slice, Splitting, UnitState, moved_of
+from keyfold.orders.model import (
+    APPLICATION,
+    UNKNOWN,
+    IdentityType,
+    Part,
+    Slice,
+    Splitting,
+    UnitState,
+    kept_by_history,
+    moved_of,
+)
 from keyfold.orders.service.excluding import Excluded, corrected
 from keyfold.orders.service.filling import Report, behind, must_not_be_splitting, silent
 from keyfold.orders.service.history import History, HistoryCell
@@ -272,8 +283,20 @@ class _Splitter:
         if self._history is None:
             return
         marked_from_us = self._splitting.marked_from_us
-        with closing(Excluded(corrected(self._store, self._unit))) as without:
+        with closing(Excluded(self._taken_back())) as without:
             yield from self._history.all_cells(self._kind, after, without, single_from_us=marked_from_us)
+
+    def _taken_back(self) -> Iterator[list[str]]:
+        """The orders that were taken back, but for those that the history part counts until its next backfill."""
+        kept = kept_by_history(self._splitting.dimension)
+        for page in corrected(self._store, self._unit):
+            marks = self._store.read(
+                partial(load, table=self._unit.tables.marks, keys={"order_id": page}, wanted=("moved",))
+            )
+            counted = {
+                order_id for (order_id,), (moved,) in marks.items() if moved_of(moved).get(self._kind.type_id) == kept
+            }
+            yield [each for each in page if each not in counted]
 
     def _next_identities(self, after: str | None) -> list[str]:
         """The next identities that have old cells, in order: as many whole ones as fit into one transaction."""
