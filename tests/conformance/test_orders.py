@@ -1587,6 +1587,22 @@ def test_another_column_is_not_taken_in_the_middle(with_history: Orders) -> None
         switch(with_history.store, with_history.unit, "city", "city")
 
 
+@pytest.mark.spec("ORD-10")
+def test_a_column_that_is_first_named_when_a_dimension_is_gone_on_with_is_the_one_that_is_read(
+    with_history: Orders, tmp_path: Path
+) -> None:
+    with_history.clock.advance(3 * HOUR)
+    with_history.count(order("1", START, tariff="t"))
+    path = write_history(tmp_path / "h.parquet", [order("1", START, tariff="t", city="wrong")])
+    pq.write_table(pq.read_table(path).append_column("town", pa.array(["riga"])), path)
+    begun = switch(with_history.store, with_history.unit, "city")
+    assert switch(with_history.store, with_history.unit, "city", "town") == begun
+    with pytest.raises(Conflict, match="from the column 'town', not 'city'"):
+        switch(with_history.store, with_history.unit, "city", "city")
+    assert with_history.add_dimension("city", path, "town").is_done
+    assert with_history.total("phone_id", "p1", city="riga") == 1
+
+
 @pytest.mark.spec("ORD-03")
 def test_an_answer_is_bounded(sqlite_orders: Orders, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "ITEMS_MAX", 5)

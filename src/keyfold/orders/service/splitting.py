@@ -83,14 +83,20 @@ class Split(Struct):
 
 
 def switch(store: Store, unit: Unit, dimension: str, column: str | None = None) -> Splitting | None:
-    """Let live orders carry the dimension from now on; None where it has been added already."""
+    """Let live orders carry the dimension from now on; None where it has been added already.
+
+    Begun without a column of history, as where all is to be unknown, it may be gone on with by one.
+    """
     _must_be_name(unit, dimension)
 
     def work(tx: Transaction) -> Splitting | None:
         stood = unit.stood(tx)
         state = stood.state
         if state.splitting is not None and state.splitting.dimension == dimension:
-            _must_be_same_column(state, dimension, column)
+            if column is not None and dimension not in state.columns:
+                unit.change(tx, stood, structs.replace(state, columns={**state.columns, dimension: column}))
+            else:
+                _must_be_same_column(state, dimension, column)
             return state.splitting
         must_not_be_splitting(state)
         if dimension in state.dimensions:
@@ -111,7 +117,7 @@ def switch(store: Store, unit: Unit, dimension: str, column: str | None = None) 
 
 def _must_be_same_column(state: UnitState, dimension: str, column: str | None) -> None:
     begun = state.columns.get(dimension)
-    if column is not None and begun is not None and column != begun:
+    if column not in (None, begun):
         raise Conflict(
             f"the dimension {dimension!r} is being added from the column {begun!r}, not {column!r}",
             hint="Go on with that, or let history have the right values in it",
