@@ -4,6 +4,7 @@ import random
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -1110,19 +1111,13 @@ def test_what_cannot_be_explained_may_be_called_unknown(with_history: Orders, tm
     with_history.count(*map(without_city, before))
     path = write_history(tmp_path / "h.parquet", before[1:])
     assert with_history.add_dimension("city", path, rest_as_unknown=True).is_done
-    assert recount(before, [], list(ALL)) == _without_dimensions(with_history)
-    assert with_history.total("phone_id", "p1", city="unknown") + sum(
-        with_history.total("phone_id", "p1", city=city) for city in ("riga", "omsk", "moscow")
-    ) == with_history.total("phone_id", "p1")
-
-
-def _without_dimensions(orders: Orders) -> Any:
-    from collections import Counter
-
-    found: Any = Counter()
-    for (name, value, _), count in orders.cells().items():
-        found[name, value, ()] += count
-    return found
+    lost = recount([without_city(before[0])], DIMENSIONS, list(ALL))
+    wanted: Counter[Any] = Counter()
+    for each in before:
+        for name, value, values in recount([without_city(each)], DIMENSIONS, list(ALL)):
+            city = "unknown" if (name, value, values) in lost else each.properties["city"]
+            wanted[name, value, tuple(sorted([*values, ("city", city)]))] += 1
+    assert with_history.cells() == wanted, "that, and nothing else"
 
 
 @pytest.mark.spec("ORD-10", "ORD-16")
@@ -1196,6 +1191,9 @@ def test_an_order_explained_for_one_identity_and_not_for_another_is_taken_from_b
     with_history.count(without_city(both), gone)
     path = write_history(tmp_path / "h.parquet", [both])
     assert with_history.add_dimension("city", path, rest_as_unknown=True).is_done
+    assert (
+        with_history.total("card_id", "c", city="riga") == with_history.total("phone_id", "p", city="unknown") - 1 == 1
+    )
     with_history.count(order("other", START, {"phone_id": "p"}, tariff="t", city="riga"))
     assert take_back(with_history, "both") == ["corrected"]
     assert [with_history.total("phone_id", "p", city=each) for each in ("unknown", "riga")] == [1, 1]
@@ -1395,6 +1393,24 @@ def test_files_that_change_while_they_are_read_are_one_history_no_more(with_hist
         with_history.backfill(path, "phone_id", report=lambda *_: write_history(path, more))
     with_history.backfill(path, "phone_id")
     assert with_history.total("phone_id", "p1") == 2
+
+
+@pytest.mark.spec("ORD-10")
+def test_no_cell_is_split_by_files_that_have_changed_while_they_were_read(with_history: Orders, tmp_path: Path) -> None:
+    with_history.clock.advance(3 * HOUR)
+    path = tmp_path / "h.parquet"
+
+    def told(city: str) -> Path:
+        return write_history(path, [order(each, START, {"phone_id": each}, tariff="t", city=city) for each in "12"])
+
+    with_history.count(*[order(each, START, {"phone_id": each}, tariff="t") for each in "12"])
+    with pytest.raises(Conflict, match="changed while they were read"):
+        with_history.add_dimension("city", told("riga"), cells_max=1, report=lambda *_: told("omsk"))
+    assert with_history.add_dimension("city", path).is_done
+    assert [with_history.total("phone_id", "1", city="riga"), with_history.total("phone_id", "2", city="omsk")] == [
+        1,
+        1,
+    ]
 
 
 @pytest.mark.spec("ORD-08", "ORD-11")

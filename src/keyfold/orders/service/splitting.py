@@ -271,6 +271,8 @@ class _Splitter:
             stream = _Ranges(cells, ROWS_MAX)
             while identities := self._next_identities(job.progress.after):
                 upto, explained = stream.take(identities)
+                if self._history is not None:
+                    self._history.must_be_same()
                 self.unexplained += self._step(job, upto, explained)
                 looked_at = job.progress.numbers["cells"] + job.progress.numbers["left"]
                 self._report(looked_at, f"cells of {self._kind.name} by {dimension}")
