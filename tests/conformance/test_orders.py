@@ -1120,6 +1120,27 @@ def test_what_cannot_be_explained_may_be_called_unknown(with_history: Orders, tm
     assert with_history.cells() == wanted, "that, and nothing else"
 
 
+@pytest.mark.spec("ORD-08", "ORD-10")
+def test_what_is_called_unknown_before_the_start_has_its_values_by_the_next_backfill(
+    with_history: Orders, tmp_path: Path
+) -> None:
+    """The live part of the same cells is explained, and no backfill would mend it."""
+    live = order("1", START, tariff="t", city="riga")
+    early = [order("2", START - 1, tariff="t", city="omsk"), order("3", START - 2, tariff="t", city="riga")]
+    with_history.clock.advance(3 * HOUR)
+    with_history.count(without_city(live))
+    path = tmp_path / "h.parquet"
+    with_history.backfill(write_history(path, [live, early[0]]))
+    write_history(path, [live, *early])
+    (left,) = with_history.add_dimension("city", path).unexplained
+    assert (left.history_count, left.history_in_history) == (1, 2), "history has caught up meanwhile"
+    assert with_history.add_dimension("city", path, rest_as_unknown=True).is_done
+    assert [with_history.total("phone_id", "p1", city=each) for each in ("riga", "unknown")] == [1, 1]
+    with_history.backfill(path)
+    assert with_history.cells() == recount([live, *early], [*DIMENSIONS, "city"], list(ALL))
+    assert take_back(with_history, "1") == ["corrected"]
+
+
 @pytest.mark.spec("ORD-10", "ORD-16")
 def test_orders_can_be_taken_back_before_during_and_after_a_split(with_history: Orders, tmp_path: Path) -> None:
     before = some_orders(11, 60, START, START + HOUR, cities=True)

@@ -339,18 +339,21 @@ class _Splitter:
         cells = self._locked(tx, after, upto, olds)
         pieces, moved = self._pieces(tx, explained)
         gone: list[Place] = []
-        explained_at = {place for place, cell in cells.items() if _is_explained(cell, pieces.get(place, {}))}
+        live_at: set[Place] = set()
         added: dict[tuple[str, Slice], OldCell] = {}
         left: list[Unexplained] = []
         totals = {"cells": 0, "orders_before": 0, "orders_after": 0, "left": 0}
         for place, cell in sorted(cells.items()):
             parts = pieces.get(place, {})
-            if place not in explained_at:
+            is_live, is_history = _is_explained(cell, parts)
+            if not (is_live and is_history):
                 left.append(self._told(place, cell, parts, olds))
                 if not self._rest_as_unknown:
                     continue
-                parts = {self._slice(olds[place[1]], UNKNOWN): cell}
+                parts = _with_rest(cell, parts, self._slice(olds[place[1]], UNKNOWN))
             gone.append(place)
+            if is_live:
+                live_at.add(place)
             totals["orders_before"] += cell[0].count + cell[1].count
             for slice_, (live, history) in parts.items():
                 # History that no backfill has counted is not in the cell, so it is not moved either.
@@ -362,7 +365,7 @@ class _Splitter:
         if totals["orders_before"] != totals["orders_after"]:
             raise Internal(f"{totals['orders_before']} orders would become {totals['orders_after']}")
         self._replace(tx, gone, added)
-        self._mark_moved(tx, self._moves(moved, explained_at, olds))
+        self._mark_moved(tx, self._moves(moved, set(gone), live_at, olds))
         totals["cells"] = len(gone)
         totals["left"] = 0 if self._rest_as_unknown else len(left)
         return totals, left
@@ -453,16 +456,16 @@ class _Splitter:
     def _moves(
         self,
         moved: Mapping[str, tuple[Place, int]],
-        explained_at: Collection[Place],
+        gone: Collection[Place],
+        live_at: Collection[Place],
         olds: Mapping[int, Mapping[str, str]],
     ) -> dict[str, int]:
         """Where orders have gone: as history says, or, where that does not suffice, to what is called unknown."""
-        moves = {order_id: target for order_id, (place, target) in moved.items() if place in explained_at}
-        if self._rest_as_unknown:
-            for order_id, (place, _) in moved.items():
-                if place not in explained_at and place[1] in olds:
-                    moves[order_id] = self._slice(olds[place[1]], UNKNOWN).slice_id
-        return moves
+        return {
+            order_id: target if place in live_at else self._slice(olds[place[1]], UNKNOWN).slice_id
+            for order_id, (place, target) in moved.items()
+            if place in gone
+        }
 
     def _mark_moved(self, tx: Transaction, moved: Mapping[str, int]) -> None:
         """Remember where orders went, so that they can still be taken back."""
@@ -533,8 +536,20 @@ def _empty() -> Part:
     return Part(0, NEVER_FROM_US, NEVER_TO_US)
 
 
-def _is_explained(cell: OldCell, parts: Mapping[Slice, OldCell]) -> bool:
-    """Whether history has exactly as many orders as each part counts; of a part that is empty nothing is asked."""
+def _is_explained(cell: OldCell, parts: Mapping[Slice, OldCell]) -> tuple[bool, bool]:
+    """Whether history has as many orders as the live and the history part; of one not counted nothing is asked."""
     live = sum(one.count for one, _ in parts.values())
     history = sum(two.count for _, two in parts.values())
-    return cell[0].count == live and (not cell[1].count or cell[1].count == history)
+    return cell[0].count == live, cell[1].count in (0, history)
+
+
+def _with_rest(cell: OldCell, parts: Mapping[Slice, OldCell], unknown: Slice) -> dict[Slice, OldCell]:
+    """A cell by the slices its orders go to: a part that is not explained to the unknown one, and it alone."""
+    is_live, is_history = _is_explained(cell, parts)
+    found = {
+        slice_: (live if is_live else _empty(), history if is_history else _empty())
+        for slice_, (live, history) in parts.items()
+    }
+    here = found.get(unknown, (_empty(), _empty()))
+    found[unknown] = (here[0] if is_live else cell[0], here[1] if is_history else cell[1])
+    return found
