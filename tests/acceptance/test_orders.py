@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import requests
 
+from keyfold.orders.service.splitting import switch
 from tests.acceptance.served import LOGS, Served, serving, token_for
-from tests.orders import order, write_history
+from tests.orders import opened, order, write_history
 
 pytestmark = pytest.mark.spec("ORD-03")
 
@@ -329,6 +330,21 @@ def test_the_commands_fill_history_add_what_is_new_and_take_back(terminal: Termi
     assert terminal.answer("orders", "query", "card_id=c9")["data"][0]["data"][0]["counter_value"] == 7
     corrected = terminal.answer("orders", "correct", "nobody", "--reason", "fraud", code=1)
     assert corrected == [{"order_id": "nobody", "status": "not known"}]
+
+
+@pytest.mark.spec("ORD-10")
+def test_a_mistyped_column_changes_nothing_where_a_dimension_was_begun_without_one(
+    tmp_path: Path, in_process: Run
+) -> None:
+    url = f"sqlite:///{tmp_path / 'keyfold.db'}"
+    with opened(url) as orders:
+        orders.count(order("1", tariff="t"))
+        switch(orders.store, orders.unit, "city")
+    write_history(tmp_path / "h.parquet", [order("1", tariff="t", city="riga")])
+    terminal = Terminal(tmp_path, url, in_process)
+    mistyped = terminal.run("orders", "add-dimension", "city", "--from", "h.parquet.ctiy")
+    assert "the history lacks columns: ctiy (city)" in mistyped.stderr
+    assert terminal.answer("orders", "add-dimension", "city", "--from", "h.parquet.city")["is_done"] is True
 
 
 @pytest.fixture

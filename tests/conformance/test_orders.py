@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -1684,19 +1685,34 @@ def test_what_cannot_be_explained_may_be_called_unknown(with_history: Orders, tm
     with_history.count(*map(without_city, before))
     path = write_history(tmp_path / "h.parquet", before[1:])
     assert with_history.add_dimension("city", path, rest_as_unknown=True).is_done
-    assert recount(before, [], list(ALL)) == _without_dimensions(with_history)
-    assert with_history.total("phone_id", "p1", city="unknown") + sum(
-        with_history.total("phone_id", "p1", city=city) for city in ("riga", "omsk", "moscow")
-    ) == with_history.total("phone_id", "p1")
+    lost = recount([without_city(before[0])], DIMENSIONS, list(ALL))
+    wanted: Counter[Any] = Counter()
+    for each in before:
+        for name, value, values in recount([without_city(each)], DIMENSIONS, list(ALL)):
+            city = "unknown" if (name, value, values) in lost else each.properties["city"]
+            wanted[name, value, tuple(sorted([*values, ("city", city)]))] += 1
+    assert with_history.cells() == wanted, "that, and nothing else"
 
 
-def _without_dimensions(orders: Orders) -> Any:
-    from collections import Counter
-
-    found: Any = Counter()
-    for (name, value, _), count in orders.cells().items():
-        found[name, value, ()] += count
-    return found
+@pytest.mark.spec("ORD-08", "ORD-10")
+def test_what_is_called_unknown_before_the_start_has_its_values_by_the_next_backfill(
+    with_history: Orders, tmp_path: Path
+) -> None:
+    """The live part of the same cells is explained, and no backfill would mend it."""
+    live = order("1", START, tariff="t", city="riga")
+    early = [order("2", START - 1, tariff="t", city="omsk"), order("3", START - 2, tariff="t", city="riga")]
+    with_history.clock.advance(3 * HOUR)
+    with_history.count(without_city(live))
+    path = tmp_path / "h.parquet"
+    with_history.backfill(write_history(path, [live, early[0]]))
+    write_history(path, [live, *early])
+    (left,) = with_history.add_dimension("city", path).unexplained
+    assert (left.history_count, left.history_in_history) == (1, 2), "history has caught up meanwhile"
+    assert with_history.add_dimension("city", path, rest_as_unknown=True).is_done
+    assert [with_history.total("phone_id", "p1", city=each) for each in ("riga", "unknown")] == [1, 1]
+    with_history.backfill(path)
+    assert with_history.cells() == recount([live, *early], [*DIMENSIONS, "city"], list(ALL))
+    assert take_back(with_history, "1") == ["corrected"]
 
 
 @pytest.mark.spec("ORD-10", "ORD-16")
@@ -1770,10 +1786,65 @@ def test_an_order_explained_for_one_identity_and_not_for_another_is_taken_from_b
     with_history.count(without_city(both), gone)
     path = write_history(tmp_path / "h.parquet", [both])
     assert with_history.add_dimension("city", path, rest_as_unknown=True).is_done
+    assert (
+        with_history.total("card_id", "c", city="riga") == with_history.total("phone_id", "p", city="unknown") - 1 == 1
+    )
     with_history.count(order("other", START, {"phone_id": "p"}, tariff="t", city="riga"))
     assert take_back(with_history, "both") == ["corrected"]
     assert [with_history.total("phone_id", "p", city=each) for each in ("unknown", "riga")] == [1, 1]
     assert with_history.total("card_id", "c") == 0
+
+
+@pytest.mark.spec("ORD-10", "ORD-16")
+def test_an_order_explains_only_cells_of_identities_that_it_counts_for(with_history: Orders, tmp_path: Path) -> None:
+    with_history.clock.advance(3 * HOUR)
+    phone, device = {"phone_id": "p"}, {"phone_id": "p", "device_id": "d"}
+    with_history.count(order("a", START, device, tariff="t"), order("b", START, phone, tariff="t"))
+    path = tmp_path / "h.parquet"
+
+    def told(a: dict[str, str], b: dict[str, str]) -> Path:
+        return write_history(
+            path, [order("a", START, a, tariff="t", city="riga"), order("b", START, b, tariff="t", city="omsk")]
+        )
+
+    (left,) = with_history.add_dimension("city", told(phone, device)).unexplained
+    assert (left.identity_type, left.live_count, left.live_in_history) == ("device_id", 1, 0), "one, but not the same"
+    begun = switch(with_history.store, with_history.unit, "city")
+    assert begun is not None
+    history = with_history.history(told(device, device))
+    assert split(with_history.store, with_history.unit, begun, history).is_done, "one has more identities in history"
+    assert with_history.total("device_id", "d", city="riga") == with_history.total("device_id", "d") == 1
+    assert take_back(with_history, "a") == ["corrected"]
+    assert with_history.total("device_id", "d") == 0
+
+
+@pytest.mark.spec("ORD-10", "ORD-16")
+def test_what_is_taken_back_while_a_dimension_is_added_stays_in_history_until_the_next_backfill(
+    store_url: str, tmp_path: Path
+) -> None:
+    limits = {"limits__transaction_seconds_max": 1, "limits__lock_seconds_max": 1}
+    with opened(store_url, identities=["phone_id"], dimensions=["tariff"], start=iso(START), **limits) as orders:
+        add_identity(orders.store, orders.unit, "card_id", (START + DAY) * 1_000_000)
+        orders.clock.advance(START + 2 * DAY - NOW)
+        both = {"phone_id": "p", "card_id": "c"}
+        early = [order(each, START + HOUR, both, tariff="t", city="riga", payment_method_type=each) for each in "123"]
+        late = order("4", START + DAY + HOUR, both, tariff="t", city="omsk", payment_method_type="4")
+        orders.count(*[order(each.order_id, each.created_at.timestamp(), both, tariff="t") for each in (*early, late)])
+        path = write_history(tmp_path / "h.parquet", [*early, late])
+        take_back(orders, "1")
+        orders.backfill(path)
+        begun = switch(orders.store, orders.unit, "city")
+        assert begun is not None
+        orders.clock.advance(-HOUR)  # no clock decides what the backfill knew
+        assert take_back(orders, "2") == ["corrected"]
+        splitting.wait_for_writers(orders.store, begun, sleep=orders.clock.advance)
+        assert split(orders.store, orders.unit, begun, orders.history(path)).is_done
+        assert [orders.total("card_id", "c", city=each) for each in ("riga", "omsk")] == [2, 1]
+        assert not is_complete(orders, "card_id")
+        orders.backfill(path, "card_id")
+        assert orders.cells() == recount([early[2], late], ["tariff", "city"], list(both))
+        assert orders.add_dimension("pay", path, "payment_tech_type").is_done, "left out by now"
+        assert orders.total("card_id", "c", pay="2") == 0
 
 
 @pytest.mark.spec("ORD-10")
@@ -1948,6 +2019,24 @@ def test_files_that_change_while_they_are_read_are_one_history_no_more(with_hist
         with_history.backfill(path, "phone_id", report=lambda *_: write_history(path, more))
     with_history.backfill(path, "phone_id")
     assert with_history.total("phone_id", "p1") == 2
+
+
+@pytest.mark.spec("ORD-10")
+def test_no_cell_is_split_by_files_that_have_changed_while_they_were_read(with_history: Orders, tmp_path: Path) -> None:
+    with_history.clock.advance(3 * HOUR)
+    path = tmp_path / "h.parquet"
+
+    def told(city: str) -> Path:
+        return write_history(path, [order(each, START, {"phone_id": each}, tariff="t", city=city) for each in "12"])
+
+    with_history.count(*[order(each, START, {"phone_id": each}, tariff="t") for each in "12"])
+    with pytest.raises(Conflict, match="changed while they were read"):
+        with_history.add_dimension("city", told("riga"), cells_max=1, report=lambda *_: told("omsk"))
+    assert with_history.add_dimension("city", path).is_done
+    assert [with_history.total("phone_id", "1", city="riga"), with_history.total("phone_id", "2", city="omsk")] == [
+        1,
+        1,
+    ]
 
 
 @pytest.mark.spec("ORD-08", "ORD-11")
@@ -2193,6 +2282,22 @@ def test_another_column_is_not_taken_in_the_middle(with_history: Orders) -> None
     assert switch(with_history.store, with_history.unit, "city", "town") is not None
     with pytest.raises(Conflict, match="from the column 'town', not 'city'"):
         switch(with_history.store, with_history.unit, "city", "city")
+
+
+@pytest.mark.spec("ORD-10")
+def test_a_column_that_is_first_named_when_a_dimension_is_gone_on_with_is_the_one_that_is_read(
+    with_history: Orders, tmp_path: Path
+) -> None:
+    with_history.clock.advance(3 * HOUR)
+    with_history.count(order("1", START, tariff="t"))
+    path = write_history(tmp_path / "h.parquet", [order("1", START, tariff="t", city="wrong")])
+    pq.write_table(pq.read_table(path).append_column("town", pa.array(["riga"])), path)
+    begun = switch(with_history.store, with_history.unit, "city")
+    assert switch(with_history.store, with_history.unit, "city", "town") == begun
+    with pytest.raises(Conflict, match="from the column 'town', not 'city'"):
+        switch(with_history.store, with_history.unit, "city", "city")
+    assert with_history.add_dimension("city", path, "town").is_done
+    assert with_history.total("phone_id", "p1", city="riga") == 1
 
 
 @pytest.mark.spec("ORD-03")

@@ -315,7 +315,8 @@ def add_dimension(
     if where is None and not rest_as_unknown:
         raise BadInput("say where history has it: --from TABLE.COLUMN", hint="Or let all be unknown: --rest-as-unknown")
     state = context.store.read(own.stood).state
-    if where is not None and name not in state.dimensions:
+    is_begun = state.splitting is not None and state.splitting.dimension == name
+    if where is not None and (name not in state.dimensions or (is_begun and name not in state.columns)):
         _must_have_column(own, state, where, name, column)
     begun = splitting.switch(context.store, own, name, column)
     if begun is None:
@@ -473,8 +474,9 @@ def _must_have_column(unit: "Unit", state: Any, where: str, name: str, column: s
     from keyfold.orders.service.history import opened as history_of
     from keyfold.orders.settings import why_not_name
 
-    if why := why_not_name(name, [*state.by_name, *state.dimensions]):
+    others = [each for each in state.dimensions if each != name]
+    if why := why_not_name(name, [*state.by_name, *others]):
         raise BadInput(why)
     columns = {**state.columns, **({name: column} if column else {})}
-    after = msgspec.structs.replace(state, dimensions=[*state.dimensions, name], columns=columns)
+    after = msgspec.structs.replace(state, dimensions=[*others, name], columns=columns)
     history_of(unit, where, names_of(unit, after)).must_be_sound()

@@ -298,6 +298,14 @@ def moved_of(text: str) -> dict[int, int]:
     return _MOVED.decode(text)
 
 
+def kept_by_history(dimension: str) -> int:
+    """Of a mark, where else a slice stands: its order was taken back while this dimension was being added.
+
+    The history part of the type counts it until the next backfill. It is no slice: no order has an empty value.
+    """
+    return slice_of({dimension: ""}).slice_id
+
+
 _MOVED = msgspec.json.Decoder(dict[int, int])
 
 

@@ -91,7 +91,7 @@ def tables_of(unit: str) -> UnitTables:
             sa.Column("created_at_us", Int64, nullable=False),
             sa.Column("fingerprint", Int64, nullable=False),
             sa.Column("slice_id", Int64, nullable=False),
-            # JSON: by identity type, the slice that a new dimension moved it to
+            # JSON: by identity type, the slice that a new dimension moved it to, or that history still counts it
             sa.Column("moved", Text, nullable=False),
             sa.Column("identities", Text, nullable=False),
             sa.Column("is_corrected", Int32, nullable=False),

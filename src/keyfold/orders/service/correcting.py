@@ -16,7 +16,7 @@ from keyfold.core.store import Transaction
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import insert_new, load, update
 from keyfold.orders import metrics
-from keyfold.orders.model import UNKNOWN, IdentityType, moved_of
+from keyfold.orders.model import UNKNOWN, IdentityType, Splitting, UnitState, kept_by_history, moved_of
 from keyfold.orders.service.counting import take_back
 from keyfold.orders.service.reading import CellKey, columns_of
 from keyfold.orders.service.unit import DAY_US, Stood, Unit
@@ -130,17 +130,38 @@ def _count_history_again(tx: Transaction, unit: Unit, stood: Stood, marks: Mappi
 
     Where there are none the state is held: a type that is added now would not learn of the order.
     """
-    again = {
-        each.name
-        for each in stood.state.identities
-        for mark in marks.values()
-        if each.type_id not in mark.identities and not each.takes(mark.created_at_us)
-    }
+    state = stood.state
+    later = {order_id: found for order_id, mark in marks.items() if (found := _later_types(state, mark))}
+    again = {name for found in later.values() for name in found.values()}
     if again:
-        types = [_recounted(each) if each.name in again else each for each in stood.state.identities]
-        unit.change(tx, stood, structs.replace(stood.state, identities=types))
+        if state.splitting is not None:
+            _keep_in_history(tx, unit, state.splitting, later, marks)
+        types = [_recounted(each) if each.name in again else each for each in state.identities]
+        unit.change(tx, stood, structs.replace(state, identities=types))
     elif marks:
         unit.hold(tx, stood)
+
+
+def _later_types(state: UnitState, mark: Mark) -> dict[int, str]:
+    return {
+        each.type_id: each.name
+        for each in state.identities
+        if each.type_id not in mark.identities and not each.takes(mark.created_at_us)
+    }
+
+
+def _keep_in_history(
+    tx: Transaction,
+    unit: Unit,
+    splitting: Splitting,
+    later: Mapping[str, Mapping[int, str]],
+    marks: Mapping[str, Mark],
+) -> None:
+    """No backfill runs while a dimension is added: whoever splits the history part finds the order counted there."""
+    kept = kept_by_history(splitting.dimension)
+    moved = [{**marks[order_id].moved, **dict.fromkeys(types, kept)} for order_id, types in later.items()]
+    columns: Columns = {"order_id": list(later), "moved": [msgspec.json.encode(each).decode() for each in moved]}
+    update(tx, unit.tables.marks, columns)
 
 
 def _recounted(kind: IdentityType) -> IdentityType:

@@ -8,6 +8,7 @@ every read sums right. What history cannot explain stays, is told, and the dimen
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 
 import msgspec
 import sqlalchemy as sa
@@ -18,7 +19,17 @@ from keyfold.core.errors import BadInput, Conflict, Internal
 from keyfold.core.store import Store, Transaction, batch
 from keyfold.core.store.batch import Columns
 from keyfold.core.store.shapes import delete, increment, load, update
-from keyfold.orders.model import APPLICATION, UNKNOWN, IdentityType, Part, Slice, Splitting, UnitState, moved_of
+from keyfold.orders.model import (
+    APPLICATION,
+    UNKNOWN,
+    IdentityType,
+    Part,
+    Slice,
+    Splitting,
+    UnitState,
+    kept_by_history,
+    moved_of,
+)
 from keyfold.orders.service.excluding import Excluded, corrected
 from keyfold.orders.service.filling import Report, behind, must_not_be_splitting, silent
 from keyfold.orders.service.history import History, HistoryCell
@@ -72,14 +83,20 @@ class Split(Struct):
 
 
 def switch(store: Store, unit: Unit, dimension: str, column: str | None = None) -> Splitting | None:
-    """Let live orders carry the dimension from now on; None where it has been added already."""
+    """Let live orders carry the dimension from now on; None where it has been added already.
+
+    Begun without a column of history, as where all is to be unknown, it may be gone on with by one.
+    """
     _must_be_name(unit, dimension)
 
     def work(tx: Transaction) -> Splitting | None:
         stood = unit.stood(tx)
         state = stood.state
         if state.splitting is not None and state.splitting.dimension == dimension:
-            _must_be_same_column(state, dimension, column)
+            if column is not None and dimension not in state.columns:
+                unit.change(tx, stood, structs.replace(state, columns={**state.columns, dimension: column}))
+            else:
+                _must_be_same_column(state, dimension, column)
             return state.splitting
         must_not_be_splitting(state)
         if dimension in state.dimensions:
@@ -100,7 +117,7 @@ def switch(store: Store, unit: Unit, dimension: str, column: str | None = None) 
 
 def _must_be_same_column(state: UnitState, dimension: str, column: str | None) -> None:
     begun = state.columns.get(dimension)
-    if column is not None and begun is not None and column != begun:
+    if column not in (None, begun):
         raise Conflict(
             f"the dimension {dimension!r} is being added from the column {begun!r}, not {column!r}",
             hint="Go on with that, or let history have the right values in it",
@@ -254,6 +271,8 @@ class _Splitter:
             stream = _Ranges(cells, ROWS_MAX)
             while identities := self._next_identities(job.progress.after):
                 upto, explained = stream.take(identities)
+                if self._history is not None:
+                    self._history.must_be_same()
                 self.unexplained += self._step(job, upto, explained)
                 looked_at = job.progress.numbers["cells"] + job.progress.numbers["left"]
                 self._report(looked_at, f"cells of {self._kind.name} by {dimension}")
@@ -272,8 +291,20 @@ class _Splitter:
         if self._history is None:
             return
         marked_from_us = self._splitting.marked_from_us
-        with closing(Excluded(corrected(self._store, self._unit))) as without:
+        with closing(Excluded(self._taken_back())) as without:
             yield from self._history.all_cells(self._kind, after, without, single_from_us=marked_from_us)
+
+    def _taken_back(self) -> Iterator[list[str]]:
+        """The orders that were taken back, but for those that the history part counts until its next backfill."""
+        kept = kept_by_history(self._splitting.dimension)
+        for page in corrected(self._store, self._unit):
+            marks = self._store.read(
+                partial(load, table=self._unit.tables.marks, keys={"order_id": page}, wanted=("moved",))
+            )
+            counted = {
+                order_id for (order_id,), (moved,) in marks.items() if moved_of(moved).get(self._kind.type_id) == kept
+            }
+            yield [each for each in page if each not in counted]
 
     def _next_identities(self, after: str | None) -> list[str]:
         """The next identities that have old cells, in order: as many whole ones as fit into one transaction."""
@@ -308,18 +339,21 @@ class _Splitter:
         cells = self._locked(tx, after, upto, olds)
         pieces, moved = self._pieces(tx, explained)
         gone: list[Place] = []
-        explained_at = {place for place, cell in cells.items() if _is_explained(cell, pieces.get(place, {}))}
+        live_at: set[Place] = set()
         added: dict[tuple[str, Slice], OldCell] = {}
         left: list[Unexplained] = []
         totals = {"cells": 0, "orders_before": 0, "orders_after": 0, "left": 0}
         for place, cell in sorted(cells.items()):
             parts = pieces.get(place, {})
-            if place not in explained_at:
+            is_live, is_history = _is_explained(cell, parts)
+            if not (is_live and is_history):
                 left.append(self._told(place, cell, parts, olds))
                 if not self._rest_as_unknown:
                     continue
-                parts = {self._slice(olds[place[1]], UNKNOWN): cell}
+                parts = _with_rest(cell, parts, self._slice(olds[place[1]], UNKNOWN))
             gone.append(place)
+            if is_live:
+                live_at.add(place)
             totals["orders_before"] += cell[0].count + cell[1].count
             for slice_, (live, history) in parts.items():
                 # History that no backfill has counted is not in the cell, so it is not moved either.
@@ -331,7 +365,7 @@ class _Splitter:
         if totals["orders_before"] != totals["orders_after"]:
             raise Internal(f"{totals['orders_before']} orders would become {totals['orders_after']}")
         self._replace(tx, gone, added)
-        self._mark_moved(tx, self._moves(moved, explained_at, olds))
+        self._mark_moved(tx, self._moves(moved, set(gone), live_at, olds))
         totals["cells"] = len(gone)
         totals["left"] = 0 if self._rest_as_unknown else len(left)
         return totals, left
@@ -364,7 +398,7 @@ class _Splitter:
         """What history says of each old cell, by the slice that its orders go to; and where marked orders go."""
         assert self._history is not None or not explained
         single = [each.order_id for each in explained if each.order_id]
-        counted = self._slices_of(tx, single)
+        counted = self._places_of(tx, single)
         pieces: dict[Place, dict[Slice, OldCell]] = {}
         moved: dict[str, tuple[Place, int]] = {}
         for each in explained:
@@ -372,7 +406,7 @@ class _Splitter:
             target = self._unit.slice_of(values)
             old = {name: value for name, value in values.items() if name != self._splitting.dimension}
             place = (each.identity, self._unit.slice_of(old).slice_id)
-            if each.order_id and counted.get(each.order_id) != place[1]:
+            if each.order_id and counted.get(each.order_id) != place:
                 continue
             here = pieces.setdefault(place, {}).setdefault(target, (_empty(), _empty()))
             here[0 if each.is_live else 1].add(Part(each.count, each.from_us, each.to_us))
@@ -380,14 +414,18 @@ class _Splitter:
                 moved[each.order_id] = (place, target.slice_id)
         return pieces, moved
 
-    def _slices_of(self, tx: Transaction, order_ids: Sequence[str]) -> dict[str, int]:
-        """The slice in which each of the orders counts for this identity type; nothing of those that do not."""
-        wanted = ("slice_id", "moved", "is_corrected")
+    def _places_of(self, tx: Transaction, order_ids: Sequence[str]) -> dict[str, Place]:
+        """The cell in which each of the orders counts for this identity type; nothing of those that do not.
+
+        Marks say which: history may have given an order another identity since, or one where it had none.
+        """
+        wanted = ("slice_id", "moved", "identities", "is_corrected")
         marks = load(tx, self._unit.tables.marks, {"order_id": order_ids}, wanted)
+        type_id, decode = self._kind.type_id, msgspec.json.Decoder(dict[int, str]).decode
         return {
-            order_id: int(moved_of(moved).get(self._kind.type_id) or slice_id)
-            for (order_id,), (slice_id, moved, is_corrected) in marks.items()
-            if not is_corrected
+            order_id: (identity, int(moved_of(moved).get(type_id) or slice_id))
+            for (order_id,), (slice_id, moved, identities, is_corrected) in marks.items()
+            if not is_corrected and (identity := decode(identities).get(type_id)) is not None
         }
 
     def _replace(self, tx: Transaction, gone: Sequence[Place], added: Mapping[tuple[str, Slice], OldCell]) -> None:
@@ -418,16 +456,16 @@ class _Splitter:
     def _moves(
         self,
         moved: Mapping[str, tuple[Place, int]],
-        explained_at: Collection[Place],
+        gone: Collection[Place],
+        live_at: Collection[Place],
         olds: Mapping[int, Mapping[str, str]],
     ) -> dict[str, int]:
         """Where orders have gone: as history says, or, where that does not suffice, to what is called unknown."""
-        moves = {order_id: target for order_id, (place, target) in moved.items() if place in explained_at}
-        if self._rest_as_unknown:
-            for order_id, (place, _) in moved.items():
-                if place not in explained_at and place[1] in olds:
-                    moves[order_id] = self._slice(olds[place[1]], UNKNOWN).slice_id
-        return moves
+        return {
+            order_id: target if place in live_at else self._slice(olds[place[1]], UNKNOWN).slice_id
+            for order_id, (place, target) in moved.items()
+            if place in gone
+        }
 
     def _mark_moved(self, tx: Transaction, moved: Mapping[str, int]) -> None:
         """Remember where orders went, so that they can still be taken back."""
@@ -498,8 +536,20 @@ def _empty() -> Part:
     return Part(0, NEVER_FROM_US, NEVER_TO_US)
 
 
-def _is_explained(cell: OldCell, parts: Mapping[Slice, OldCell]) -> bool:
-    """Whether history has exactly as many orders as each part counts; of a part that is empty nothing is asked."""
+def _is_explained(cell: OldCell, parts: Mapping[Slice, OldCell]) -> tuple[bool, bool]:
+    """Whether history has as many orders as the live and the history part; of one not counted nothing is asked."""
     live = sum(one.count for one, _ in parts.values())
     history = sum(two.count for _, two in parts.values())
-    return cell[0].count == live and (not cell[1].count or cell[1].count == history)
+    return cell[0].count == live, cell[1].count in (0, history)
+
+
+def _with_rest(cell: OldCell, parts: Mapping[Slice, OldCell], unknown: Slice) -> dict[Slice, OldCell]:
+    """A cell by the slices its orders go to: a part that is not explained to the unknown one, and it alone."""
+    is_live, is_history = _is_explained(cell, parts)
+    found = {
+        slice_: (live if is_live else _empty(), history if is_history else _empty())
+        for slice_, (live, history) in parts.items()
+    }
+    here = found.get(unknown, (_empty(), _empty()))
+    found[unknown] = (here[0] if is_live else cell[0], here[1] if is_history else cell[1])
+    return found
