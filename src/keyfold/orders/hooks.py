@@ -62,10 +62,10 @@ def _source(module: ModuleType, hooks: Iterable[Callable[..., Any]]) -> str:
 
 
 def _text(module: ModuleType) -> str:
-    file = getattr(module, "__file__", None)
-    if not file:
+    try:
+        return Path(getattr(module, "__file__", None) or "").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # it has no file of its own, as within an archive
         return module.__name__
-    return Path(file).read_text(encoding="utf-8", errors="replace")
 
 
 def _marked(module: ModuleType) -> dict[str, Callable[..., Any]]:

@@ -85,9 +85,6 @@ class UnitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError("application_brands: there is no dimension `brand`")
         if self.start_lead_seconds_min < self.future_seconds_max:
             raise ValueError("start_lead_seconds_min must not be less than future_seconds_max")
-        if self.keep_days < self.dedupe_days:
-            # An order that was left to history is told from another one under its id by what is kept of it.
-            raise ValueError("keep_days must not be less than dedupe_days")
 
 
 class OrdersSettings(Section, frozen=True, kw_only=True):

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 
+import msgspec
 import sqlalchemy as sa
 from msgspec import Struct, structs
 
-from keyfold.core.errors import Conflict, Internal
+from keyfold.core.errors import BadInput, Conflict, Internal
 from keyfold.core.store import Store, Transaction
+from keyfold.core.store.shapes import load
+from keyfold.core.times import iso
 from keyfold.orders.model import IdentityType
 from keyfold.orders.service.excluding import Excluded, corrected
 from keyfold.orders.service.filling import (
@@ -39,6 +42,7 @@ from keyfold.orders.service.unit import Unit
 
 CELLS_MAX = 10_000  # in one transaction
 IDENTITIES_MAX = 1_000  # of orders that were taken back, set anew in one transaction
+CUT_MAX = 10_000  # orders at the one moment that the start would be in a history of coarse times
 LOOKS_MAX = 5  # while orders that are left to history keep arriving
 SHOWN_MAX = 100
 
@@ -66,7 +70,7 @@ def backfill(
 ) -> list[Backfilled]:
     """Fill the history part of identity types, one after the other."""
     history.must_be_sound()
-    history.must_tell_sides(store.read(lambda tx: claimable(tx, unit, names, "backfill")))
+    _must_tell_sides(store, unit, history, store.read(lambda tx: claimable(tx, unit, names, "backfill")))
     kinds = claim(store, unit, names, "backfill")
     done: list[Backfilled] = []
     for kind in kinds:
@@ -74,6 +78,39 @@ def backfill(
         with closing(_Filler(store, unit, history, kind, tell, cells_max)) as filler:
             done.append(filler.run())
     return done
+
+
+def _must_tell_sides(store: Store, unit: Unit, history: History, kinds: Sequence[IdentityType]) -> None:
+    """Refuse times that are cut to a unit within which a type starts, where an order at the cut has counted live."""
+    cuts_us = {start_us: history.cut_us(start_us) for start_us in {kind.start_us or 0 for kind in kinds}}
+    wrong = []
+    for kind in kinds:
+        cut_us = cuts_us[kind.start_us or 0]
+        if cut_us is None:
+            continue
+        ids = history.ids_at(kind, cut_us, CUT_MAX + 1)
+        is_too_coarse = len(ids) > CUT_MAX
+        counted = ids if is_too_coarse else store.read(partial(_counted_live, unit=unit, kind=kind, order_ids=ids))
+        if counted:
+            many = f"more than {CUT_MAX}" if is_too_coarse else f"{len(counted)}"
+            wrong.append(f"{many} orders with {kind.name} that counted live have the time {iso(cut_us)}")
+    if wrong:
+        raise BadInput(
+            f"{'; '.join(wrong)}: history has no finer times, and would count them before the start once more",
+            place="history",
+            hint="Write their times as live orders have them",
+        )
+
+
+def _counted_live(tx: Transaction, unit: Unit, kind: IdentityType, order_ids: Sequence[str]) -> list[str]:
+    """Those that are known to have counted for an identity type from its start on."""
+    marks = load(tx, unit.tables.marks, {"order_id": order_ids}, ("created_at_us", "identities"))
+    decode = msgspec.json.Decoder(dict[int, str]).decode
+    return [
+        order_id
+        for (order_id,), (created_at_us, identities) in marks.items()
+        if kind.takes(created_at_us) and kind.type_id in decode(identities)
+    ]
 
 
 def orders_to_count(history: History, kinds: Sequence[IdentityType]) -> int:
@@ -128,6 +165,14 @@ class _Filler:
             is_behind=not is_known,
         )
 
+    def _must_be_named_alike(self, tx: Transaction) -> None:
+        """A dimension that was added meanwhile, or another column, makes what was read of history worthless."""
+        must_have_dimensions(tx, self._unit, self._history.dimensions)
+        name = self._kind.name
+        read = self._history.column_of(name)
+        if self._unit.stood(tx).state.columns.get(name, read) != read:
+            raise Conflict(f"another column was named for {name} meanwhile", hint="Run it again")
+
     def _number_of_taken_back(self) -> int:
         """The number that every order of its history raises that is taken back."""
         return self._store.read(self._unit.stood).state.by_name[self._kind.name].taken_back
@@ -176,7 +221,7 @@ class _Filler:
 
         def work(tx: Transaction, identities: Sequence[str]) -> None:
             self._job.step(tx, self._job.progress)
-            must_have_dimensions(tx, self._unit, self._history.dimensions)
+            self._must_be_named_alike(tx)
             set_identities(tx, self._unit, self._kind, identities, [])
 
         while len(found := self._store.read(gone)) == self._cells_max:
@@ -192,7 +237,7 @@ class _Filler:
 
         def work(tx: Transaction) -> None:
             self._job.step(tx, progress)
-            must_have_dimensions(tx, self._unit, self._history.dimensions)
+            self._must_be_named_alike(tx)
             set_cells(tx, self._unit, self._kind, piece, after=before.after, upto=upto)
 
         self._store.transact(work, name="backfill", once=True)
@@ -220,7 +265,7 @@ class _Filler:
             more = before.adding(orders=sum(each.count for each in filled) - orders, cells=len(filled) - cells)
             progress = structs.replace(before, numbers=more)
             self._job.step(tx, progress)
-            must_have_dimensions(tx, self._unit, self._history.dimensions)
+            self._must_be_named_alike(tx)
             set_identities(tx, self._unit, self._kind, identities, filled)
             return progress
 
@@ -243,7 +288,7 @@ class _Filler:
             if is_changed or (stands.is_behind and goes_on):
                 return False, self._job.progress
             self._job.step(tx, progress)
-            must_have_dimensions(tx, self._unit, self._history.dimensions)
+            self._must_be_named_alike(tx)
             set_cells(tx, self._unit, self._kind, [], after=progress.after, upto=None)
             _must_be_conserved(tx, self._unit, self._kind, progress.numbers.get("orders", 0))
             finish(tx, self._unit, self._kind, self._started_at_us, lacking)

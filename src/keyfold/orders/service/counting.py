@@ -102,7 +102,7 @@ def count_orders(tx: Transaction, unit: Unit, orders: Sequence[CompletedOrder]) 
         _free_reservations(tx, unit, [order.order_id for order in counted])
     if refused:
         _keep_refused(tx, unit, orders, arrived, refused, verdicts)
-    left = _leave(tx, unit, stood, orders, arrived, refused, verdicts) if has_history else 0
+    left = _leave(tx, unit, stood, arrived, verdicts) if has_history else 0
     found = [each for each in verdicts if each is not None]
     assert len(found) == len(orders)
     tx.after_commit.append(lambda: _measure(unit, found, left))
@@ -281,7 +281,10 @@ def _known_otherwise(
     refused: Mapping[int, Why],
     verdicts: Sequence[Verdict | None],
 ) -> dict[int, Verdict]:
-    """What is to be said of orders that cannot be placed and whose ids were counted, or left to history."""
+    """What is to be said of orders that cannot be placed and whose ids were counted, or left to history.
+
+    One that lacks room and is live for a type was left to history for others only: it is set aside until there is room.
+    """
     aside = [index for index, why in refused.items() if why == "set_aside"]
     ids = sorted({orders[index].order_id for index in aside})
     marks = load(tx, unit.tables.marks, {"order_id": ids}, ("fingerprint",))
@@ -291,13 +294,18 @@ def _known_otherwise(
         **{order_id: (said, "before_start", "left to the backfill") for order_id, said in left.items()},
         **{order_id: (said, "duplicate", "counted") for (order_id,), (said,) in marks.items()},
     }
+    is_live = {index for index, order in arrived if order.identities}
     found: dict[int, Verdict] = {}
     for index in aside:
         sent = orders[index]
-        if sent.order_id in known:
-            said, status, what = known[sent.order_id]
-            other = Verdict(sent.order_id, "conflict", f"an order of this id was {what} that said something else")
-            found[index] = Verdict(sent.order_id, status) if said == _said_as_sent(sent) else other
+        if sent.order_id not in known:
+            continue
+        said, status, what = known[sent.order_id]
+        if said != _said_as_sent(sent):
+            reason = f"an order of this id was {what} that said something else"
+            found[index] = Verdict(sent.order_id, "conflict", reason)
+        elif status == "duplicate" or index not in is_live:
+            found[index] = Verdict(sent.order_id, status)
     return found
 
 
@@ -330,17 +338,17 @@ def _leave(
     tx: Transaction,
     unit: Unit,
     stood: Stood,
-    orders: Sequence[CompletedOrder],
     arrived: Sequence[tuple[int, Order]],
-    refused: Mapping[int, Why],
     verdicts: Sequence[Verdict | None],
 ) -> int:
-    """Keep the orders that history has to count, late ones too, and tell it of new ones; returns how many are new."""
-    waiting = [(order.sent, order.left) for index, order in arrived if _is_left(order, verdicts[index])]
-    late = [orders[index] for index, why in refused.items() if why == "late"]
-    waiting += _late_and_left(tx, unit, stood.state, late)
-    left = {sent.order_id: types for sent, types in reversed(waiting)}
-    new = keep(tx, unit, [(sent, "before_start") for sent, _ in waiting])
+    """Keep the orders that history has to count, and tell it of new ones; returns how many are new.
+
+    Late ones are not among them: what is too old to be told from a repeat, or has a time that is none, would make a
+    history incomplete that was whole, and nothing could settle that.
+    """
+    waiting = [order for index, order in arrived if _is_left(order, verdicts[index])]
+    left = {order.order_id: order.left for order in reversed(waiting)}
+    new = keep(tx, unit, [(order.sent, "before_start") for order in waiting])
     _tell_history(tx, unit, stood, {name for order_id, _ in new for name in left[order_id]})
     return len(new)
 
@@ -442,18 +450,6 @@ def _free_reservations(tx: Transaction, unit: Unit, order_ids: Sequence[str]) ->
     """A place that was held for an order is taken by the order itself."""
     if tx.rows(unit.any_reservation):
         delete(tx, unit.tables.reservations, {"order_id": order_ids})
-
-
-def _late_and_left(
-    tx: Transaction, unit: Unit, state: UnitState, late: Sequence[CompletedOrder]
-) -> list[tuple[CompletedOrder, tuple[str, ...]]]:
-    """Late orders that history has to count, and for which types; none that is another order than one that counts."""
-    counted = [(sent, unit.counted_as(state, sent)) for sent in late]
-    left = [(sent, types) for sent, order in counted if order is not None and (types := left_types(order, state))]
-    ids = sorted({sent.order_id for sent, _ in left})
-    marks = load(tx, unit.tables.marks, {"order_id": ids}, ("fingerprint",))
-    said = {order_id: mark for (order_id,), (mark,) in marks.items()}
-    return [(sent, types) for sent, types in left if said.get(sent.order_id) in (None, _said_as_sent(sent))]
 
 
 def keep(tx: Transaction, unit: Unit, orders: Sequence[tuple[CompletedOrder, Why]]) -> set[Row]:

@@ -6,7 +6,7 @@ Everything that could be wrong with it is looked at before anything is written, 
 import hashlib
 import tempfile
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,8 +83,13 @@ class History:
         self.identities = names.identities
         self.source = f"{source} {_read_by(unit, names)}"
         self._given = table
-        self._time_column = names.columns.get(CREATED_AT, CREATED_AT)
+        self._columns = names.columns
+        self._time_column = self.column_of(CREATED_AT)
         self._table = _named(unit, table, names)
+
+    def column_of(self, name: str) -> str:
+        """What is read under one of our names."""
+        return self._columns.get(name, name)
 
     @engines.failing("duckdb")
     def must_be_sound(self) -> None:
@@ -98,38 +103,32 @@ class History:
             raise BadInput("; ".join(wrong), place="history")
 
     @engines.failing("duckdb")
-    def must_tell_sides(self, kinds: Sequence[IdentityType]) -> None:
-        """Refuse times that are cut to a unit within which a type starts, where an order is at the cut.
-
-        It may have been created behind the start, and have counted live.
-        """
-        cuts_us = {start_us: self._cut_us(start_us) for start_us in {kind.start_us or 0 for kind in kinds}}
-        wrong = []
-        for kind in kinds:
-            cut_us = cuts_us[kind.start_us or 0]
-            if cut_us is not None and (count := self._count_at(kind, cut_us)):
-                wrong.append(f"{count} orders with {kind.name} have the time {iso(cut_us)}")
-        if wrong:
-            raise BadInput(
-                f"{'; '.join(wrong)}: history has no finer times, so nothing tells whether that was before the start",
-                place="history",
-                hint="Write their times as live orders have them",
-            )
-
-    def _count_at(self, kind: IdentityType, time_us: int) -> int:
+    def ids_at(self, kind: IdentityType, time_us: int, limit: int) -> list[str]:
+        """Orders of an identity type that have a time, by their ids, at most so many."""
         orders = self._orders(kind, None)
-        return int(orders.filter(orders[CREATED_AT] == self._moment(time_us)).count().execute())
+        found = orders.filter(orders[CREATED_AT] == self._moment(time_us)).select(ORDER_ID).limit(limit)
+        return [str(each[ORDER_ID]) for each in found.to_pyarrow().to_pylist()]
 
-    def _cut_us(self, start_us: int) -> int | None:
+    @engines.failing("duckdb")
+    def cut_us(self, start_us: int) -> int | None:
         """What the start would be if it were cut as all times of history are; None where it would be the same."""
         moment = self._table[CREATED_AT]
         units = {name: unit_us for name, unit_us in _UNITS_US.items() if start_us % unit_us}
-        if not units:
+        cut = {name: (moment.truncate(name) == moment).all() for name in units}
+        known = {name: each for name, each in cut.items() if self._can_compute(each)}
+        if not known:
             return None
-        is_cut = self._table.agg(**{name: (moment.truncate(name) == moment).all() for name in units})
-        (found,) = is_cut.to_pyarrow().to_pylist()
-        cut_to_us = max((unit_us for name, unit_us in units.items() if found[name]), default=None)
+        (found,) = self._table.agg(**known).to_pyarrow().to_pylist()
+        cut_to_us = max((units[name] for name in known if found[name]), default=None)
         return None if cut_to_us is None else start_us // cut_to_us * cut_to_us
+
+    def _can_compute(self, value: "ir.Value") -> bool:
+        """Not every engine can cut a time to every unit."""
+        try:
+            self._table.get_backend().compile(value)
+        except Exception:
+            return False
+        return True
 
     def must_be_same(self) -> None:
         """What was read of it is of one history."""
@@ -326,7 +325,9 @@ def opened(unit: Unit, where: "str | ir.Table", names: Names, source: str = "") 
         return History(unit, where, names, source or uuid.uuid4().hex, (lambda: source) if source else None)
     paths = _files(where)
     read = dict.fromkeys([*_wanted(unit, names), *names.dimensions])
-    is_one_schema = _must_be_alike(paths, [names.columns.get(name, name) for name in read])
+    # Where brands come from applications, an order may name none.
+    optional = {names.columns.get(BRAND, BRAND)} if unit.settings.application_brands else set()
+    is_one_schema = _must_be_alike(paths, [names.columns.get(name, name) for name in read], optional)
     table = _parquet(paths, unit.settings.history_megabytes_max, by_name=not is_one_schema)
     return History(unit, table, names, _stamp(paths), lambda: _stamp(paths))
 
@@ -352,7 +353,7 @@ def _files(where: str) -> list[Path]:
     return paths
 
 
-def _must_be_alike(paths: Sequence[Path], columns: Sequence[str]) -> bool:
+def _must_be_alike(paths: Sequence[Path], columns: Sequence[str], optional: Collection[str]) -> bool:
     """Refuse files that mean different things by one column; whether it is of the very same type in all of them.
 
     The engine would make the values of all files those of one type: 7 of "007", "123.0" of 123.0.
@@ -360,10 +361,11 @@ def _must_be_alike(paths: Sequence[Path], columns: Sequence[str]) -> bool:
     kinds: dict[str, dict[str, Path]] = {name: {} for name in columns}  # each with the first file that has it
     types: set[tuple[str, ...]] = set()
     for path in paths:
-        found = {name: _field(_schema(path), name) for name in columns}
+        schema = _schema(path)
+        found = {name: _field(schema, name) for name in columns}
         types.add(tuple(str(each) for each in found.values()))
         for name, kind in found.items():
-            if (said := _kind(kind)) is not None:
+            if (said := _kind(kind)) is not None and not (kind is None and name in optional):
                 kinds[name].setdefault(said, path)
     differing = [
         f"{name} is {', '.join(f'{kind} in {path}' for kind, path in files.items())}"

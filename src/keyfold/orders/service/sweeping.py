@@ -34,8 +34,12 @@ def purge_marks(tx: Transaction, unit: Unit, rows_max: int) -> int:
 
 
 def purge_kept(tx: Transaction, unit: Unit, rows_max: int) -> int:
-    """Not before an order is late that was left to history: by its moment, which may have been ahead of its coming."""
-    before = tx.now_us - unit.settings.keep_days * DAY_US - unit.settings.future_seconds_max * SECOND_US
+    """Not before an order is late that was left to history: by its moment, which may have been ahead of its coming.
+
+    Until then another one under its id is told from it by what is kept.
+    """
+    keep_days = max(unit.settings.keep_days, unit.settings.dedupe_days)
+    before = tx.now_us - keep_days * DAY_US - unit.settings.future_seconds_max * SECOND_US
     return _delete_oldest(tx, unit.tables.kept, unit.tables.kept.c.kept_at_us, before, rows_max)
 
 
@@ -60,10 +64,14 @@ def _delete_oldest(tx: Transaction, table: sa.Table, column: sa.Column[int], bef
 
 
 def _oldest_deleted(table: sa.Table, column: sa.Column[int], before: int, rows_max: int) -> sa.Delete:
-    """By their keys, since any number may be of one moment; who finds some of them deleted meanwhile passes them by."""
+    """By their keys, since any number may be of one moment; who finds some of them deleted meanwhile passes them by.
+
+    The moment is asked for twice: a row that was given a later one since it was listed is looked at again, and stays.
+    """
     key = list(table.primary_key)
     oldest = sa.select(*key).where(column < before).order_by(column).limit(rows_max)
-    return sa.delete(table).where((sa.tuple_(*key) if len(key) > 1 else key[0]).in_(oldest))
+    listed = (sa.tuple_(*key) if len(key) > 1 else key[0]).in_(oldest)
+    return sa.delete(table).where(listed, column < before)
 
 
 PURGES = (purge_marks, purge_kept, purge_reservations, purge_gates)
