@@ -414,6 +414,20 @@ def test_an_administrator_is_told_what_is_held_back_and_what_it_waits_for(profil
     assert [each.event_id for each in only] == ["2"]
 
 
+@pytest.mark.spec("PRO-10")
+def test_what_waits_is_told_though_the_public_part_of_its_profile_is_broken(profiles: Profiles) -> None:
+    profiles.count(event("a", 1, [630, 1], [OFFER, 5, 1, A]), log="order")
+    broken = Profile()
+    pack = broken.packed_counters.add(counter_ids=[630], keys=[1, 1])
+    pack.values.add().fixed64_values.value.extend([1, 2])
+    for body in (broken.SerializeToString(), b"\x1a\x05\x0a\x03abc"):
+        profiles.context.store.transact(lambda tx, b=body: tx.execute(sa.update(PROFILES).values(body=b)))
+        (held,) = profiles.context.store.read(lambda tx: explain(tx, profiles.product, ("user", "1")))
+        assert held.event_id == "a"
+        assert "of another owner" in held.waits_for
+        assert "the public part of the profile cannot be read" in held.waits_for
+
+
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
