@@ -24,7 +24,7 @@ from keyfold.counters.messages_pb2 import Profile
 from keyfold.counters.model import decayed
 from keyfold.profiles.answers import as_json, as_protobuf, as_structs
 from keyfold.profiles.routes import ReadBody, routes
-from keyfold.profiles.service import sweeping
+from keyfold.profiles.service import folding, sweeping
 from keyfold.profiles.service.explaining import explain
 from keyfold.profiles.service.exporting import export
 from keyfold.profiles.service.reading import read_numbers, read_profiles, view_of
@@ -71,6 +71,19 @@ def rows_fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Transaction, "rows", rows)
     return fetched
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
+    """The calls since of what `folding` knows by a name."""
+    calls: list[int] = []
+    known = getattr(folding, name)
+
+    def called(*given: Any) -> Any:
+        calls.append(len(calls))
+        return known(*given)
+
+    monkeypatch.setattr(folding, name, called)
+    return calls
 
 
 def swept(sweep: Sweep | Weighing) -> None:
@@ -1037,6 +1050,17 @@ def test_a_flood_of_what_has_no_room_is_settled_quickly_and_within_the_cap(profi
     assert profiles.statuses(*flood, log="order") == ["counted"] * 3_000
     assert profiles.values(1, counter=EXACT) == {5: 2**64 - 1}
     assert rows_of(profiles, HELD_UPDATES) == 600
+
+
+@pytest.mark.spec("PRO-04", "CORE-16")
+def test_a_profile_is_decoded_once_however_many_of_its_sums_have_no_room(
+    profiles: Profiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = calls_of(monkeypatch, "Counters")
+    flood = [event(f"{owner}", 1, *[[EXACT, key, 2**64 - 1, owner] for key in range(50)]) for owner in (A, B)]
+    assert profiles.statuses(*flood, log="order") == ["counted"] * 2
+    assert rows_of(profiles, HELD_UPDATES) == 50
+    assert len(decoded) == 1
 
 
 @pytest.mark.spec("PRO-12")

@@ -1,6 +1,7 @@
 """A batch folded in memory: columns from what the handlers said, one call of the kernel, and what cannot be kept."""
 
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from functools import cache
 
 import numpy as np
 from msgspec import Struct
@@ -160,6 +161,11 @@ def _judge(
         if row.owner and (error := plan.settlement.broken.get(_place(product, row))):
             plan.refused.setdefault((row.log, row.event_id), error)
     stored = dict(zip(plan.profiles, bodies, strict=True))
+
+    @cache
+    def counters_of(profile: ProfileKey) -> Counters:
+        return Counters(product.catalog, stored[profile], now)
+
     public = [row for row in rows if not row.owner]
     folded = [*public, *plan.settlement.released]
     broken = {plan.profiles[index]: error for index, error in plan.folded.broken.items()}
@@ -179,13 +185,14 @@ def _judge(
     for spot, refusal in released_at.items():
         here = Rows([], spots[spot].released)
         if isinstance(refusal, CounterOverflow):
-            here = _too_much(Counters(product.catalog, stored[spot[0]], now), spot, spots[spot])
+            here = _too_much(counters_of(spot[0]), spot, spots[spot])
         _leave_out(plan, here, refusal)
     for profile, wrong in broken.items():
         _leave_out(plan, profiles[profile], wrong)
     error_full = UpdateRefused(f"the profile is full: its body may have {product.settings.profile_bytes_max} bytes")
     for profile in crowded:
-        _leave_out(plan, _not_fitting(product, profile, stored[profile], profiles[profile], now), error_full)
+        room = _Room(product, profile, stored[profile], now)
+        _leave_out(plan, _not_fitting(room, counters_of(profile), profiles[profile]), error_full)
 
 
 def _place(product: Product, row: Row) -> Place:
@@ -219,18 +226,16 @@ def _too_much(counters: Counters, spot: Spot, here: Rows) -> Rows:
     return left_out if left_out.public or left_out.released else Rows([], here.released)
 
 
-def _not_fitting(product: Product, profile: ProfileKey, body: bytes, own: Rows, now: int) -> Rows:
+def _not_fitting(room: "_Room", counters: Counters, own: Rows) -> Rows:
     """What a full profile has no room for: whole events, then what is released under one key of a counter.
 
     What adds nothing to its size is never among them.
     """
-    counters = Counters(product.catalog, body, now)
     known = {each for group in counters.groups() for each in counters.counter_ids(group)}
 
     def adds(rows: Sequence[Row]) -> bool:
         return not all(row.counter.id in known and counters.find(row.counter.id, row.key) for row in rows)
 
-    room = _Room(product, profile, body, now)
     left_out = [
         room.left_out_of([each for each in units if not adds(each)], [each for each in units if adds(each)])
         for units in (_together(own.public, lambda row: (row.log, row.event_id)), _together(own.released, _spot))
