@@ -1097,6 +1097,51 @@ def test_what_is_released_does_not_make_a_profile_larger_than_it_may_be(store_ur
         assert rows_of(profiles, HELD_UPDATES) == 2 * (30 - len(released))
 
 
+@pytest.mark.spec("PRO-05", "PRO-12", "CORE-16")
+def test_a_full_profile_spends_a_few_folds_on_what_is_released(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [2**60 + n for n in range(300)]
+    with opened(store_url, profile_bytes_max=1000) as profiles:
+        filled_profile(profiles, 1)
+        profiles.count(event("a", 1, *[[OFFER, key, 1, A] for key in keys]))
+        folds = calls_of(monkeypatch, "_folded")
+        for number, owner in enumerate((B, A)):
+            assert profiles.statuses(event(f"{number}", 1, *[[OFFER, key, 1, owner] for key in keys])) == ["counted"]
+            assert len(folds) <= 3, "nothing of it fits: one look tells"
+            folds.clear()
+        assert profiles.values(1) == {}
+        profiles.count(event("half", 2, *[[630, 2**63 + n] for n in range(25)]), log="order")
+        profiles.count(*[event(f"h{key}", 2, [OFFER, key, 1, A], time=NOW - key % 1000) for key in keys])
+        folds.clear()
+        assert profiles.statuses(event("b", 2, *[[OFFER, key, 1, B] for key in keys[::-1]], time=NOW)) == ["counted"]
+        assert len(folds) <= 2 + 10
+        size = profiles.context.store.read(
+            lambda tx: tx.execute(
+                sa.select(sa.func.length(PROFILES.c.body)).where(PROFILES.c.profile_id == "2")
+            ).scalar_one()
+        )
+        assert 1000 - 2 * 22 < size <= 1000
+
+
+@pytest.mark.spec("PRO-12", "CORE-16")
+def test_the_larger_a_full_profile_the_fewer_folds_it_spends_on_misfits(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(store_url, profile_bytes_max=60_000) as profiles:
+        fill = [event(f"f{n}", 1, *[[630, 2**63 + n * 1000 + key] for key in range(1000)]) for n in range(3)]
+        assert profiles.statuses(*fill, log="order") == ["counted"] * 3
+        folds = calls_of(monkeypatch, "_folded")
+        much = [event(f"m{n}", 1, *[[630, 2**62 + n * 1000 + key] for key in range(1000)]) for n in range(100)]
+        statuses = profiles.statuses(*much, event("again", 1, [630, 2**63]), log="order")
+        assert statuses == ["refused"] * 100 + ["counted"]
+        folds.clear()
+        small = [event(f"s{n}", 1, [630, 2**61 + n]) for n in range(900)]
+        statuses = profiles.statuses(*small, log="order")
+        assert statuses == sorted(statuses), "the first that fit are in"
+        assert "refused" in statuses
+        assert "counted" in statuses
+        assert len(folds) < 130
+
+
 @pytest.mark.spec("PRO-12", "PRO-06")
 def test_what_was_released_and_found_no_room_is_released_when_there_is_some(store_url: str) -> None:
     with opened(store_url, profile_bytes_max=1000) as profiles:

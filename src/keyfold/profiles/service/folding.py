@@ -17,9 +17,11 @@ from keyfold.profiles.service.holding import Place, Settlement, settlement
 from keyfold.profiles.service.product import Product
 from keyfold.profiles.service.storing import Stored
 
-# Of a full profile: how many folds of its body, each as much work as so many updates, may be spent on what fits; and
-# how often all of its updates may be looked at besides, which is enough to find how many of the first do.
+# Of a full profile: how many folds, each as much work as so many updates, may be spent on which events fit; and how
+# often all of its body and updates may be looked at besides, which is enough to find how many of the first do.
 TRIES_MAX, TRY_ROWS, HALVINGS_MAX = 200, 1_000, 20
+BODY_BYTES_PER_ROW = 64  # so many bytes of a body are as much work as an update
+RELEASE_TRIES_MAX = 10  # folds to find how much of what is released fits: enough for some 500 keys
 
 
 Spot = tuple[ProfileKey, int, int]  # profile, counter, key
@@ -189,10 +191,13 @@ def _judge(
         _leave_out(plan, here, refusal)
     for profile, wrong in broken.items():
         _leave_out(plan, profiles[profile], wrong)
+    rooms = {each: _Room(product, each, stored[each], counters_of(each), now) for each in crowded}
     error_full = UpdateRefused(f"the profile is full: its body may have {product.settings.profile_bytes_max} bytes")
-    for profile in crowded:
-        room = _Room(product, profile, stored[profile], now)
-        _leave_out(plan, _not_fitting(room, counters_of(profile), profiles[profile]), error_full)
+    for profile, room in rooms.items():
+        _leave_out(plan, Rows(room.without_room(profiles[profile].public), []), error_full)
+    if not plan.refused:  # else all is folded again, and other updates may be released
+        for profile, room in rooms.items():
+            _leave_out(plan, Rows([], room.not_released(profiles[profile].released)), error_full)
 
 
 def _place(product: Product, row: Row) -> Place:
@@ -226,23 +231,6 @@ def _too_much(counters: Counters, spot: Spot, here: Rows) -> Rows:
     return left_out if left_out.public or left_out.released else Rows([], here.released)
 
 
-def _not_fitting(room: "_Room", counters: Counters, own: Rows) -> Rows:
-    """What a full profile has no room for: whole events, then what is released under one key of a counter.
-
-    What adds nothing to its size is never among them.
-    """
-    known = {each for group in counters.groups() for each in counters.counter_ids(group)}
-
-    def adds(rows: Sequence[Row]) -> bool:
-        return not all(row.counter.id in known and counters.find(row.counter.id, row.key) for row in rows)
-
-    left_out = [
-        room.left_out_of([each for each in units if not adds(each)], [each for each in units if adds(each)])
-        for units in (_together(own.public, lambda row: (row.log, row.event_id)), _together(own.released, _spot))
-    ]
-    return Rows(*left_out)
-
-
 def _together(rows: Sequence[Row], key: Callable[[Row], Hashable]) -> list[list[Row]]:
     found: dict[Hashable, list[Row]] = {}
     for row in rows:
@@ -251,29 +239,66 @@ def _together(rows: Sequence[Row], key: Callable[[Row], Hashable]) -> list[list[
 
 
 class _Room:
-    """A profile that cannot take all events of a batch: each is judged by itself, none is refused for its neighbours.
+    """A profile that cannot take all of a batch: what of it has no room. What adds nothing to its size always has.
 
-    Events are taken in runs, which are halved where they do not fit. A flood of misfits would need a fold for each:
-    beyond a bound on that work, what is left is refused unseen.
+    Events are judged each by itself, none is refused for its neighbours: they are taken in runs, which are halved where
+    they do not fit. A flood of misfits would need a fold for each: beyond a bound on that work, what is left is refused
+    unseen. What is released has a few folds only, or how long they take would tell that something waited.
     """
 
-    def __init__(self, product: Product, profile: ProfileKey, body: bytes, now: int) -> None:
+    def __init__(self, product: Product, profile: ProfileKey, body: bytes, counters: Counters, now: int) -> None:
         self._product, self._profile, self._body, self._now = product, profile, body, now
+        self._counters = counters
+        self._known: dict[int, bool] = {}
         self._taken: list[Row] = []
         self._left_out: list[Row] = []
         self._work_left = 0
 
-    def left_out_of(self, *runs: Sequence[Sequence[Row]]) -> list[Row]:
-        """Take those that fit, in their order; returns the rows of the others. Each call has work of its own."""
-        rows = sum(len(event) for run in runs for event in run)
-        self._left_out, self._work_left = [], TRIES_MAX * TRY_ROWS + HALVINGS_MAX * rows
-        for run in runs:
-            self._take(run)
+    def without_room(self, rows: Sequence[Row]) -> list[Row]:
+        """Take the events that fit, in their order; returns the rows of the others."""
+        events = _together(rows, lambda row: (row.log, row.event_id))
+        self._left_out, self._work_left = [], TRIES_MAX * TRY_ROWS + HALVINGS_MAX * self._work(rows)
+        self._take([each for each in events if not any(map(self._adds, each))])
+        self._take([each for each in events if any(map(self._adds, each))])
         return self._left_out
+
+    def not_released(self, rows: Sequence[Row]) -> list[Row]:
+        """Of what is released, all of which does not fit, take the newest keys that do; returns the rows of the others.
+
+        What needs a new counter comes last: that takes room beside every key of its group.
+        """
+        inside = [row for row in rows if not self._adds(row)]
+        spots = sorted(_together([row for row in rows if self._adds(row)], _spot), key=self._order)
+        if not spots or (inside and not self._fits(inside)):
+            return list(rows)
+        self._taken += inside
+        fitting, misfit, count = 0, len(spots), 1  # mostly not even one fits: that is known at once
+        for _ in range(RELEASE_TRIES_MAX):
+            if misfit - fitting <= 1:
+                break
+            if self._fits([row for spot in spots[:count] for row in spot]):
+                fitting = count
+            else:
+                misfit = count
+            count = (fitting + misfit) // 2
+        return [row for spot in spots[fitting:] for row in spot]
+
+    def _order(self, spot: Sequence[Row]) -> tuple[bool, int, Spot]:
+        return not self._knows(spot[0].counter.id), -max(row.time for row in spot), _spot(spot[0])
+
+    def _adds(self, row: Row) -> bool:
+        return not (self._knows(row.counter.id) and self._counters.find(row.counter.id, row.key))
+
+    def _knows(self, counter_id: int) -> bool:
+        known = self._known.get(counter_id)
+        if known is None:
+            group = self._product.catalog.group_of(counter_id)
+            known = self._known[counter_id] = counter_id in self._counters.counter_ids(group)
+        return known
 
     def _take(self, events: Sequence[Sequence[Row]]) -> None:
         rows = [row for event in events for row in event]
-        if not rows or self._fits(rows):
+        if not rows or self._has_room(rows):
             self._taken += rows
         elif len(events) == 1:
             self._left_out += rows
@@ -282,10 +307,14 @@ class _Room:
             self._take(events[:middle])
             self._take(events[middle:])
 
+    def _has_room(self, rows: Sequence[Row]) -> bool:
+        self._work_left -= TRY_ROWS + self._work([*self._taken, *rows])
+        return self._work_left >= 0 and self._fits(rows)
+
+    def _work(self, rows: Sequence[Row]) -> int:
+        return len(rows) + len(self._body) // BODY_BYTES_PER_ROW
+
     def _fits(self, rows: Sequence[Row]) -> bool:
-        wanted = [*self._taken, *rows]
-        self._work_left -= TRY_ROWS + len(wanted)
-        if self._work_left < 0:
-            return False
-        folded = _folded(self._product, [self._body], _columns_of(self._product, [self._profile], wanted), self._now)
+        wanted = _columns_of(self._product, [self._profile], [*self._taken, *rows])
+        folded = _folded(self._product, [self._body], wanted, self._now)
         return len(folded.bodies[0]) <= max(self._product.settings.profile_bytes_max, len(self._body))
