@@ -1226,6 +1226,28 @@ def test_the_status_in_a_full_profile_tells_nothing_of_what_waits(tmp_path: Path
 
 
 @pytest.mark.spec("PRO-05", "PRO-12")
+@pytest.mark.parametrize("kernel", ["numpy", "numba"])
+@pytest.mark.parametrize("bytes_max", [1000, 256_000])
+@pytest.mark.parametrize("waits", [[OFFER, 5, 1, A], [EXACT, 5, 1, A], [EXACT, 5, 2**64 - 1, A]], ids=str)
+def test_what_is_too_old_to_count_is_not_refused_for_what_is_released_at_its_key(
+    tmp_path: Path, kernel: str, bytes_max: int, waits: list[object]
+) -> None:
+    """Alone it has no effect; beside what is released its sum would leave 64 bits."""
+    old = [event(f"o{n}", 1, [EXACT, 5, 2**63], time=NOW - 61 * DAY) for n in range(2)]
+    large = [event(f"l{n}", 1, [EXACT, 6, 2**63]) for n in range(2)]
+    told = []
+    for name, before in (("plain", []), ("held", [event("w", 1, waits)])):
+        url = f"sqlite:///{tmp_path / name}.db"
+        with opened(url, kernel=kernel, profile_bytes_max=bytes_max, event_days=90) as profiles:
+            if bytes_max == 1000:
+                filled_profile(profiles, 1)
+            assert profiles.statuses(*before, log="order") == ["counted"] * len(before)
+            told.append(profiles.statuses(event("probe", 1, [OFFER, 5, 1, B]), *old, *large, log="order"))
+    assert told[0] == told[1]
+    assert told[0][:3] == ["counted"] * 3
+
+
+@pytest.mark.spec("PRO-05", "PRO-12")
 def test_the_status_in_a_broken_profile_tells_nothing_of_what_waits(tmp_path: Path) -> None:
     told = []
     for name, before in (("plain", []), ("held", [event("w", 1, [OFFER, 5, 1, A])])):

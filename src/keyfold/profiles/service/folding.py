@@ -169,26 +169,16 @@ def _judge(
         return Counters(product.catalog, stored[profile], now)
 
     public = [row for row in rows if not row.owner]
-    folded = [*public, *plan.settlement.released]
+    _judge_refused(product, plan, public, stored, counters_of, now)
     broken = {plan.profiles[index]: error for index, error in plan.folded.broken.items()}
     crowded = [plan.profiles[index] for index in full]
-    spots: dict[Spot, Rows] = {_spot(folded[at]): Rows([], []) for at in plan.folded.refused}
     profiles: dict[ProfileKey, Rows] = {each: Rows([], []) for each in (*broken, *crowded)}
-    for at, row in enumerate(folded):
-        for here in (spots.get(_spot(row)), profiles.get(row.profile)):
-            if here is not None:
-                (here.public if at < len(public) else here.released).append(row)
-    released_at: dict[Spot, KeyfoldError] = {}  # each once, however many rows of it are refused
-    for at, refusal in plan.folded.refused.items():
-        if spots[_spot(folded[at])].released:
-            released_at[_spot(folded[at])] = refusal
-        else:
-            plan.refused.setdefault((folded[at].log, folded[at].event_id), refusal)
-    for spot, refusal in released_at.items():
-        here = Rows([], spots[spot].released)
-        if isinstance(refusal, CounterOverflow):
-            here = _too_much(counters_of(spot[0]), spot, spots[spot])
-        _leave_out(plan, here, refusal)
+    for row in public:
+        if row.profile in profiles:
+            profiles[row.profile].public.append(row)
+    for row in plan.settlement.released:
+        if row.profile in profiles:
+            profiles[row.profile].released.append(row)
     for profile, wrong in broken.items():
         _leave_out(plan, profiles[profile], wrong)
     rooms = {each: _Room(product, each, stored[each], counters_of(each), now) for each in crowded}
@@ -200,8 +190,57 @@ def _judge(
             _leave_out(plan, Rows([], room.not_released(profiles[profile].released)), error_full)
 
 
+def _judge_refused(
+    product: Product,
+    plan: Plan,
+    public: Sequence[Row],
+    stored: Mapping[ProfileKey, bytes],
+    counters_of: Callable[[ProfileKey], Counters],
+    now: int,
+) -> None:
+    """Refuse what the fold refused; where something is released at its key, only what is refused without that, too.
+
+    What is released makes its key live: then rows count that are too old by themselves, of all counters of its group.
+    """
+    folded = [*public, *plan.settlement.released]
+    freed = {_place(product, row) for row in plan.settlement.released} if plan.folded.refused else set()
+    doubtful: dict[Spot, tuple[Place, KeyfoldError]] = {}  # each once, however many rows of it are refused
+    for at, refusal in plan.folded.refused.items():
+        if (place := _place(product, folded[at])) in freed:
+            doubtful[_spot(folded[at])] = place, refusal
+        else:
+            plan.refused.setdefault((folded[at].log, folded[at].event_id), refusal)
+    if not doubtful:
+        return
+    places = {place: Rows([], []) for place, _ in doubtful.values()}
+    for at, row in enumerate(folded):
+        if (here := places.get(_place(product, row))) is not None:
+            (here.public if at < len(public) else here.released).append(row)
+    _refuse_alone(product, plan, [row for here in places.values() for row in here.public], stored, now)
+    for spot, (place, refusal) in doubtful.items():
+        own = Rows(
+            *([row for row in part if _spot(row) == spot] for part in (places[place].public, places[place].released))
+        )
+        left_out = own.released
+        if isinstance(refusal, CounterOverflow):
+            left_out = _too_much(int(counters_of(spot[0]).get(spot[1], spot[2])), own)
+        plan.kept_back.update(row.update for row in left_out or places[place].released)
+
+
+def _refuse_alone(
+    product: Product, plan: Plan, rows: Sequence[Row], stored: Mapping[ProfileKey, bytes], now: int
+) -> None:
+    """Refuse what cannot be kept of some public updates, folded by themselves."""
+    if not rows:
+        return
+    profiles = list(dict.fromkeys(row.profile for row in rows))
+    columns = _columns_of(product, profiles, rows)
+    for at, refusal in _folded(product, [stored[each] for each in profiles], columns, now).refused.items():
+        plan.refused.setdefault((rows[at].log, rows[at].event_id), refusal)
+
+
 def _place(product: Product, row: Row) -> Place:
-    return (*row.profile, product.delayed[row.counter.id].id, row.key)
+    return (*row.profile, product.catalog.group_of(row.counter.id).id, row.key)
 
 
 def _spot(row: Row) -> Spot:
@@ -214,21 +253,22 @@ def _leave_out(plan: Plan, rows: Rows, error: KeyfoldError) -> None:
     plan.kept_back.update(row.update for row in rows.released)
 
 
-def _too_much(counters: Counters, spot: Spot, here: Rows) -> Rows:
-    """What of an exact sum has no room in 64 bits: of what is public as the fold takes it, of the rest the largest."""
-    room = UINT64_MAX - int(counters.get(spot[1], spot[2]))
-    left_out = Rows([], [])
-    for row in sorted(here.public, key=lambda each: (-each.time, each.value)):
-        if row.value > room:
-            left_out.public.append(row)
-        else:
-            room -= int(row.value)
+def _too_much(stands: int, here: Rows) -> list[Row]:
+    """What is released into an exact sum and has no room in 64 bits, beside what is public: the largest.
+
+    Nothing where what is public has no room itself: that is too old, and takes none once all that makes its key live
+    waits on.
+    """
+    room = UINT64_MAX - stands - sum(int(row.value) for row in here.public)
+    left_out: list[Row] = []
+    if room < 0:
+        return left_out
     for row in sorted(here.released, key=lambda each: (each.value, each.update)):
         if row.value > room:
-            left_out.released.append(row)
+            left_out.append(row)
         else:
             room -= int(row.value)
-    return left_out if left_out.public or left_out.released else Rows([], here.released)
+    return left_out
 
 
 def _together(rows: Sequence[Row], key: Callable[[Row], Hashable]) -> list[list[Row]]:
