@@ -24,7 +24,7 @@ from keyfold.counters.messages_pb2 import Profile
 from keyfold.counters.model import decayed
 from keyfold.profiles.answers import as_json, as_protobuf, as_structs
 from keyfold.profiles.routes import ReadBody, routes
-from keyfold.profiles.service import sweeping
+from keyfold.profiles.service import folding, sweeping
 from keyfold.profiles.service.explaining import explain
 from keyfold.profiles.service.exporting import export
 from keyfold.profiles.service.reading import read_numbers, read_profiles, view_of
@@ -71,6 +71,19 @@ def rows_fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Transaction, "rows", rows)
     return fetched
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
+    """The calls since of what `folding` knows by a name."""
+    calls: list[int] = []
+    known = getattr(folding, name)
+
+    def called(*given: Any) -> Any:
+        calls.append(len(calls))
+        return known(*given)
+
+    monkeypatch.setattr(folding, name, called)
+    return calls
 
 
 def swept(sweep: Sweep | Weighing) -> None:
@@ -412,6 +425,20 @@ def test_an_administrator_is_told_what_is_held_back_and_what_it_waits_for(profil
     assert (second.value, second.log) == (7, "order")
     only = profiles.context.store.read(lambda tx: explain(tx, profiles.product, ("user", "1"), EXACT, 6))
     assert [each.event_id for each in only] == ["2"]
+
+
+@pytest.mark.spec("PRO-10")
+def test_what_waits_is_told_though_the_public_part_of_its_profile_is_broken(profiles: Profiles) -> None:
+    profiles.count(event("a", 1, [630, 1], [OFFER, 5, 1, A]), log="order")
+    broken = Profile()
+    pack = broken.packed_counters.add(counter_ids=[630], keys=[1, 1])
+    pack.values.add().fixed64_values.value.extend([1, 2])
+    for body in (broken.SerializeToString(), b"\x1a\x05\x0a\x03abc"):
+        profiles.context.store.transact(lambda tx, b=body: tx.execute(sa.update(PROFILES).values(body=b)))
+        (held,) = profiles.context.store.read(lambda tx: explain(tx, profiles.product, ("user", "1")))
+        assert held.event_id == "a"
+        assert "of another owner" in held.waits_for
+        assert "the public part of the profile cannot be read" in held.waits_for
 
 
 # Reading -------------------------------------------------------------------------------------------------------------
@@ -1025,6 +1052,17 @@ def test_a_flood_of_what_has_no_room_is_settled_quickly_and_within_the_cap(profi
     assert rows_of(profiles, HELD_UPDATES) == 600
 
 
+@pytest.mark.spec("PRO-04", "CORE-16")
+def test_a_profile_is_decoded_once_however_many_of_its_sums_have_no_room(
+    profiles: Profiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = calls_of(monkeypatch, "Counters")
+    flood = [event(f"{owner}", 1, *[[EXACT, key, 2**64 - 1, owner] for key in range(50)]) for owner in (A, B)]
+    assert profiles.statuses(*flood, log="order") == ["counted"] * 2
+    assert rows_of(profiles, HELD_UPDATES) == 50
+    assert len(decoded) == 1
+
+
 @pytest.mark.spec("PRO-12")
 def test_one_event_that_cannot_be_kept_fails_no_other(profiles: Profiles) -> None:
     long_id = "ж" * 200
@@ -1057,6 +1095,51 @@ def test_what_is_released_does_not_make_a_profile_larger_than_it_may_be(store_ur
         released = profiles.values(1)
         assert set(released.values()) == {2.0}
         assert rows_of(profiles, HELD_UPDATES) == 2 * (30 - len(released))
+
+
+@pytest.mark.spec("PRO-05", "PRO-12", "CORE-16")
+def test_a_full_profile_spends_a_few_folds_on_what_is_released(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [2**60 + n for n in range(300)]
+    with opened(store_url, profile_bytes_max=1000) as profiles:
+        filled_profile(profiles, 1)
+        profiles.count(event("a", 1, *[[OFFER, key, 1, A] for key in keys]))
+        folds = calls_of(monkeypatch, "_folded")
+        for number, owner in enumerate((B, A)):
+            assert profiles.statuses(event(f"{number}", 1, *[[OFFER, key, 1, owner] for key in keys])) == ["counted"]
+            assert len(folds) <= 3, "nothing of it fits: one look tells"
+            folds.clear()
+        assert profiles.values(1) == {}
+        profiles.count(event("half", 2, *[[630, 2**63 + n] for n in range(25)]), log="order")
+        profiles.count(*[event(f"h{key}", 2, [OFFER, key, 1, A], time=NOW - key % 1000) for key in keys])
+        folds.clear()
+        assert profiles.statuses(event("b", 2, *[[OFFER, key, 1, B] for key in keys[::-1]], time=NOW)) == ["counted"]
+        assert len(folds) <= 2 + 10
+        size = profiles.context.store.read(
+            lambda tx: tx.execute(
+                sa.select(sa.func.length(PROFILES.c.body)).where(PROFILES.c.profile_id == "2")
+            ).scalar_one()
+        )
+        assert 1000 - 2 * 22 < size <= 1000
+
+
+@pytest.mark.spec("PRO-12", "CORE-16")
+def test_the_larger_a_full_profile_the_fewer_folds_it_spends_on_misfits(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(store_url, profile_bytes_max=60_000) as profiles:
+        fill = [event(f"f{n}", 1, *[[630, 2**63 + n * 1000 + key] for key in range(1000)]) for n in range(3)]
+        assert profiles.statuses(*fill, log="order") == ["counted"] * 3
+        folds = calls_of(monkeypatch, "_folded")
+        much = [event(f"m{n}", 1, *[[630, 2**62 + n * 1000 + key] for key in range(1000)]) for n in range(100)]
+        statuses = profiles.statuses(*much, event("again", 1, [630, 2**63]), log="order")
+        assert statuses == ["refused"] * 100 + ["counted"]
+        folds.clear()
+        small = [event(f"s{n}", 1, [630, 2**61 + n]) for n in range(900)]
+        statuses = profiles.statuses(*small, log="order")
+        assert statuses == sorted(statuses), "the first that fit are in"
+        assert "refused" in statuses
+        assert "counted" in statuses
+        assert len(folds) < 130
 
 
 @pytest.mark.spec("PRO-12", "PRO-06")
@@ -1140,6 +1223,28 @@ def test_the_status_in_a_full_profile_tells_nothing_of_what_waits(tmp_path: Path
             told.append((one_by_one, profiles.statuses(*again, log="order"), profiles.values(1, counter=630)))
     assert told[0] == told[1]
     assert told[0][1] == ["counted", "counted", "counted", "refused", "counted"]
+
+
+@pytest.mark.spec("PRO-05", "PRO-12")
+@pytest.mark.parametrize("kernel", ["numpy", "numba"])
+@pytest.mark.parametrize("bytes_max", [1000, 256_000])
+@pytest.mark.parametrize("waits", [[OFFER, 5, 1, A], [EXACT, 5, 1, A], [EXACT, 5, 2**64 - 1, A]], ids=str)
+def test_what_is_too_old_to_count_is_not_refused_for_what_is_released_at_its_key(
+    tmp_path: Path, kernel: str, bytes_max: int, waits: list[object]
+) -> None:
+    """Alone it has no effect; beside what is released its sum would leave 64 bits."""
+    old = [event(f"o{n}", 1, [EXACT, 5, 2**63], time=NOW - 61 * DAY) for n in range(2)]
+    large = [event(f"l{n}", 1, [EXACT, 6, 2**63]) for n in range(2)]
+    told = []
+    for name, before in (("plain", []), ("held", [event("w", 1, waits)])):
+        url = f"sqlite:///{tmp_path / name}.db"
+        with opened(url, kernel=kernel, profile_bytes_max=bytes_max, event_days=90) as profiles:
+            if bytes_max == 1000:
+                filled_profile(profiles, 1)
+            assert profiles.statuses(*before, log="order") == ["counted"] * len(before)
+            told.append(profiles.statuses(event("probe", 1, [OFFER, 5, 1, B]), *old, *large, log="order"))
+    assert told[0] == told[1]
+    assert told[0][:3] == ["counted"] * 3
 
 
 @pytest.mark.spec("PRO-05", "PRO-12")

@@ -1,13 +1,14 @@
 """For an administrator: what of a profile is held back, since when, until when, and what it waits for."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
 from keyfold.core.store import Transaction
 from keyfold.counters.counters import Counters
+from keyfold.counters.errors import PackWrong
 from keyfold.profiles.model import Held, ProfileKey
-from keyfold.profiles.service.holding import held_at
+from keyfold.profiles.service.holding import Place, held_at
 from keyfold.profiles.service.product import Product
 from keyfold.profiles.service.reading import stored_bodies
 from keyfold.profiles.service.storing import keys_of
@@ -33,19 +34,42 @@ def explain(
     tx: Transaction, product: Product, profile: ProfileKey, counter: int | str | None = None, key: int | None = None
 ) -> list[Explained]:
     """Every update of a profile that is held back, oldest first."""
-    places = held_at(tx, product, keys_of([profile]))
     group_id = None if counter is None else product.catalog.group_of(product.catalog[counter].id).id
+    places = {
+        place: waiting
+        for place, waiting in held_at(tx, product, keys_of([profile])).items()
+        if (group_id is None or place[2] == group_id) and (key is None or place[3] == key)
+        if place[2] in product.catalog.groups
+    }
     body = stored_bodies(tx, [profile]).get(profile, b"")
-    public = Counters(product.catalog, body, tx.now_us // 1_000_000)
-    found = []
-    for (_, _, group, at), waiting in places.items():
-        if (group_id is None or group == group_id) and (key is None or at == key) and group in product.catalog.groups:
-            time = public.find(group, at)
-            found += [_explained(product, each, waiting, None if time is None else time.time) for each in waiting]
+    public = _public(product, body, places, tx.now_us // 1_000_000)
+    found = [
+        _explained(product, each, waiting, public.times.get(place), public.problem)
+        for place, waiting in places.items()
+        for each in waiting
+    ]
     return sorted(found, key=lambda each: (each.held_since_us, each.event_id))
 
 
-def _explained(product: Product, held: Held, waiting: Sequence[Held], public_time: int | None) -> Explained:
+class _Public(Struct):
+    """The times of public keys by place, as far as there are any; or why they cannot be read."""
+
+    times: dict[Place, int | None]
+    problem: str
+
+
+def _public(product: Product, body: bytes, places: Iterable[Place], now: int) -> _Public:
+    try:
+        counters = Counters(product.catalog, body, now)
+        found = {place: counters.find(place[2], place[3]) for place in places}
+    except PackWrong as error:  # what waits lies outside the body: it can be told all the same
+        return _Public({}, str(error))
+    return _Public({place: value.time for place, value in found.items() if value is not None}, "")
+
+
+def _explained(
+    product: Product, held: Held, waiting: Sequence[Held], public_time: int | None, problem: str
+) -> Explained:
     known = product.catalog.counters.get(held.counter_id)
     return Explained(
         known.name if known else "",
@@ -58,7 +82,8 @@ def _explained(product: Product, held: Held, waiting: Sequence[Held], public_tim
         held.log,
         held.committed_at_us,
         held.committed_at_us + product.settings.delete_us,
-        _waits_for(held, waiting, public_time, product.settings.merge_seconds),
+        _waits_for(held, waiting, public_time, product.settings.merge_seconds)
+        + (f"; the public part of the profile cannot be read: {problem}" if problem else ""),
     )
 
 

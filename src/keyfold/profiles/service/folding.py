@@ -1,6 +1,7 @@
 """A batch folded in memory: columns from what the handlers said, one call of the kernel, and what cannot be kept."""
 
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from functools import cache
 
 import numpy as np
 from msgspec import Struct
@@ -16,9 +17,11 @@ from keyfold.profiles.service.holding import Place, Settlement, settlement
 from keyfold.profiles.service.product import Product
 from keyfold.profiles.service.storing import Stored
 
-# Of a full profile: how many folds of its body, each as much work as so many updates, may be spent on what fits; and
-# how often all of its updates may be looked at besides, which is enough to find how many of the first do.
+# Of a full profile: how many folds, each as much work as so many updates, may be spent on which events fit; and how
+# often all of its body and updates may be looked at besides, which is enough to find how many of the first do.
 TRIES_MAX, TRY_ROWS, HALVINGS_MAX = 200, 1_000, 20
+BODY_BYTES_PER_ROW = 64  # so many bytes of a body are as much work as an update
+RELEASE_TRIES_MAX = 10  # folds to find how much of what is released fits: enough for some 500 keys
 
 
 Spot = tuple[ProfileKey, int, int]  # profile, counter, key
@@ -160,36 +163,84 @@ def _judge(
         if row.owner and (error := plan.settlement.broken.get(_place(product, row))):
             plan.refused.setdefault((row.log, row.event_id), error)
     stored = dict(zip(plan.profiles, bodies, strict=True))
+
+    @cache
+    def counters_of(profile: ProfileKey) -> Counters:
+        return Counters(product.catalog, stored[profile], now)
+
     public = [row for row in rows if not row.owner]
-    folded = [*public, *plan.settlement.released]
+    _judge_refused(product, plan, public, stored, counters_of, now)
     broken = {plan.profiles[index]: error for index, error in plan.folded.broken.items()}
     crowded = [plan.profiles[index] for index in full]
-    spots: dict[Spot, Rows] = {_spot(folded[at]): Rows([], []) for at in plan.folded.refused}
     profiles: dict[ProfileKey, Rows] = {each: Rows([], []) for each in (*broken, *crowded)}
-    for at, row in enumerate(folded):
-        for here in (spots.get(_spot(row)), profiles.get(row.profile)):
-            if here is not None:
-                (here.public if at < len(public) else here.released).append(row)
-    released_at: dict[Spot, KeyfoldError] = {}  # each once, however many rows of it are refused
-    for at, refusal in plan.folded.refused.items():
-        if spots[_spot(folded[at])].released:
-            released_at[_spot(folded[at])] = refusal
-        else:
-            plan.refused.setdefault((folded[at].log, folded[at].event_id), refusal)
-    for spot, refusal in released_at.items():
-        here = Rows([], spots[spot].released)
-        if isinstance(refusal, CounterOverflow):
-            here = _too_much(Counters(product.catalog, stored[spot[0]], now), spot, spots[spot])
-        _leave_out(plan, here, refusal)
+    for row in public:
+        if row.profile in profiles:
+            profiles[row.profile].public.append(row)
+    for row in plan.settlement.released:
+        if row.profile in profiles:
+            profiles[row.profile].released.append(row)
     for profile, wrong in broken.items():
         _leave_out(plan, profiles[profile], wrong)
+    rooms = {each: _Room(product, each, stored[each], counters_of(each), now) for each in crowded}
     error_full = UpdateRefused(f"the profile is full: its body may have {product.settings.profile_bytes_max} bytes")
-    for profile in crowded:
-        _leave_out(plan, _not_fitting(product, profile, stored[profile], profiles[profile], now), error_full)
+    for profile, room in rooms.items():
+        _leave_out(plan, Rows(room.without_room(profiles[profile].public), []), error_full)
+    if not plan.refused:  # else all is folded again, and other updates may be released
+        for profile, room in rooms.items():
+            _leave_out(plan, Rows([], room.not_released(profiles[profile].released)), error_full)
+
+
+def _judge_refused(
+    product: Product,
+    plan: Plan,
+    public: Sequence[Row],
+    stored: Mapping[ProfileKey, bytes],
+    counters_of: Callable[[ProfileKey], Counters],
+    now: int,
+) -> None:
+    """Refuse what the fold refused; where something is released at its key, only what is refused without that, too.
+
+    What is released makes its key live: then rows count that are too old by themselves, of all counters of its group.
+    """
+    folded = [*public, *plan.settlement.released]
+    freed = {_place(product, row) for row in plan.settlement.released} if plan.folded.refused else set()
+    doubtful: dict[Spot, tuple[Place, KeyfoldError]] = {}  # each once, however many rows of it are refused
+    for at, refusal in plan.folded.refused.items():
+        if (place := _place(product, folded[at])) in freed:
+            doubtful[_spot(folded[at])] = place, refusal
+        else:
+            plan.refused.setdefault((folded[at].log, folded[at].event_id), refusal)
+    if not doubtful:
+        return
+    places = {place: Rows([], []) for place, _ in doubtful.values()}
+    for at, row in enumerate(folded):
+        if (here := places.get(_place(product, row))) is not None:
+            (here.public if at < len(public) else here.released).append(row)
+    _refuse_alone(product, plan, [row for here in places.values() for row in here.public], stored, now)
+    for spot, (place, refusal) in doubtful.items():
+        own = Rows(
+            *([row for row in part if _spot(row) == spot] for part in (places[place].public, places[place].released))
+        )
+        left_out = own.released
+        if isinstance(refusal, CounterOverflow):
+            left_out = _too_much(int(counters_of(spot[0]).get(spot[1], spot[2])), own)
+        plan.kept_back.update(row.update for row in left_out or places[place].released)
+
+
+def _refuse_alone(
+    product: Product, plan: Plan, rows: Sequence[Row], stored: Mapping[ProfileKey, bytes], now: int
+) -> None:
+    """Refuse what cannot be kept of some public updates, folded by themselves."""
+    if not rows:
+        return
+    profiles = list(dict.fromkeys(row.profile for row in rows))
+    columns = _columns_of(product, profiles, rows)
+    for at, refusal in _folded(product, [stored[each] for each in profiles], columns, now).refused.items():
+        plan.refused.setdefault((rows[at].log, rows[at].event_id), refusal)
 
 
 def _place(product: Product, row: Row) -> Place:
-    return (*row.profile, product.delayed[row.counter.id].id, row.key)
+    return (*row.profile, product.catalog.group_of(row.counter.id).id, row.key)
 
 
 def _spot(row: Row) -> Spot:
@@ -202,40 +253,22 @@ def _leave_out(plan: Plan, rows: Rows, error: KeyfoldError) -> None:
     plan.kept_back.update(row.update for row in rows.released)
 
 
-def _too_much(counters: Counters, spot: Spot, here: Rows) -> Rows:
-    """What of an exact sum has no room in 64 bits: of what is public as the fold takes it, of the rest the largest."""
-    room = UINT64_MAX - int(counters.get(spot[1], spot[2]))
-    left_out = Rows([], [])
-    for row in sorted(here.public, key=lambda each: (-each.time, each.value)):
-        if row.value > room:
-            left_out.public.append(row)
-        else:
-            room -= int(row.value)
+def _too_much(stands: int, here: Rows) -> list[Row]:
+    """What is released into an exact sum and has no room in 64 bits, beside what is public: the largest.
+
+    Nothing where what is public has no room itself: that is too old, and takes none once all that makes its key live
+    waits on.
+    """
+    room = UINT64_MAX - stands - sum(int(row.value) for row in here.public)
+    left_out: list[Row] = []
+    if room < 0:
+        return left_out
     for row in sorted(here.released, key=lambda each: (each.value, each.update)):
         if row.value > room:
-            left_out.released.append(row)
+            left_out.append(row)
         else:
             room -= int(row.value)
-    return left_out if left_out.public or left_out.released else Rows([], here.released)
-
-
-def _not_fitting(product: Product, profile: ProfileKey, body: bytes, own: Rows, now: int) -> Rows:
-    """What a full profile has no room for: whole events, then what is released under one key of a counter.
-
-    What adds nothing to its size is never among them.
-    """
-    counters = Counters(product.catalog, body, now)
-    known = {each for group in counters.groups() for each in counters.counter_ids(group)}
-
-    def adds(rows: Sequence[Row]) -> bool:
-        return not all(row.counter.id in known and counters.find(row.counter.id, row.key) for row in rows)
-
-    room = _Room(product, profile, body, now)
-    left_out = [
-        room.left_out_of([each for each in units if not adds(each)], [each for each in units if adds(each)])
-        for units in (_together(own.public, lambda row: (row.log, row.event_id)), _together(own.released, _spot))
-    ]
-    return Rows(*left_out)
+    return left_out
 
 
 def _together(rows: Sequence[Row], key: Callable[[Row], Hashable]) -> list[list[Row]]:
@@ -246,29 +279,66 @@ def _together(rows: Sequence[Row], key: Callable[[Row], Hashable]) -> list[list[
 
 
 class _Room:
-    """A profile that cannot take all events of a batch: each is judged by itself, none is refused for its neighbours.
+    """A profile that cannot take all of a batch: what of it has no room. What adds nothing to its size always has.
 
-    Events are taken in runs, which are halved where they do not fit. A flood of misfits would need a fold for each:
-    beyond a bound on that work, what is left is refused unseen.
+    Events are judged each by itself, none is refused for its neighbours: they are taken in runs, which are halved where
+    they do not fit. A flood of misfits would need a fold for each: beyond a bound on that work, what is left is refused
+    unseen. What is released has a few folds only, or how long they take would tell that something waited.
     """
 
-    def __init__(self, product: Product, profile: ProfileKey, body: bytes, now: int) -> None:
+    def __init__(self, product: Product, profile: ProfileKey, body: bytes, counters: Counters, now: int) -> None:
         self._product, self._profile, self._body, self._now = product, profile, body, now
+        self._counters = counters
+        self._known: dict[int, bool] = {}
         self._taken: list[Row] = []
         self._left_out: list[Row] = []
         self._work_left = 0
 
-    def left_out_of(self, *runs: Sequence[Sequence[Row]]) -> list[Row]:
-        """Take those that fit, in their order; returns the rows of the others. Each call has work of its own."""
-        rows = sum(len(event) for run in runs for event in run)
-        self._left_out, self._work_left = [], TRIES_MAX * TRY_ROWS + HALVINGS_MAX * rows
-        for run in runs:
-            self._take(run)
+    def without_room(self, rows: Sequence[Row]) -> list[Row]:
+        """Take the events that fit, in their order; returns the rows of the others."""
+        events = _together(rows, lambda row: (row.log, row.event_id))
+        self._left_out, self._work_left = [], TRIES_MAX * TRY_ROWS + HALVINGS_MAX * self._work(rows)
+        self._take([each for each in events if not any(map(self._adds, each))])
+        self._take([each for each in events if any(map(self._adds, each))])
         return self._left_out
+
+    def not_released(self, rows: Sequence[Row]) -> list[Row]:
+        """Of what is released, all of which does not fit, take the newest keys that do; returns the rows of the others.
+
+        What needs a new counter comes last: that takes room beside every key of its group.
+        """
+        inside = [row for row in rows if not self._adds(row)]
+        spots = sorted(_together([row for row in rows if self._adds(row)], _spot), key=self._order)
+        if not spots or (inside and not self._fits(inside)):
+            return list(rows)
+        self._taken += inside
+        fitting, misfit, count = 0, len(spots), 1  # mostly not even one fits: that is known at once
+        for _ in range(RELEASE_TRIES_MAX):
+            if misfit - fitting <= 1:
+                break
+            if self._fits([row for spot in spots[:count] for row in spot]):
+                fitting = count
+            else:
+                misfit = count
+            count = (fitting + misfit) // 2
+        return [row for spot in spots[fitting:] for row in spot]
+
+    def _order(self, spot: Sequence[Row]) -> tuple[bool, int, Spot]:
+        return not self._knows(spot[0].counter.id), -max(row.time for row in spot), _spot(spot[0])
+
+    def _adds(self, row: Row) -> bool:
+        return not (self._knows(row.counter.id) and self._counters.find(row.counter.id, row.key))
+
+    def _knows(self, counter_id: int) -> bool:
+        known = self._known.get(counter_id)
+        if known is None:
+            group = self._product.catalog.group_of(counter_id)
+            known = self._known[counter_id] = counter_id in self._counters.counter_ids(group)
+        return known
 
     def _take(self, events: Sequence[Sequence[Row]]) -> None:
         rows = [row for event in events for row in event]
-        if not rows or self._fits(rows):
+        if not rows or self._has_room(rows):
             self._taken += rows
         elif len(events) == 1:
             self._left_out += rows
@@ -277,10 +347,14 @@ class _Room:
             self._take(events[:middle])
             self._take(events[middle:])
 
+    def _has_room(self, rows: Sequence[Row]) -> bool:
+        self._work_left -= TRY_ROWS + self._work([*self._taken, *rows])
+        return self._work_left >= 0 and self._fits(rows)
+
+    def _work(self, rows: Sequence[Row]) -> int:
+        return len(rows) + len(self._body) // BODY_BYTES_PER_ROW
+
     def _fits(self, rows: Sequence[Row]) -> bool:
-        wanted = [*self._taken, *rows]
-        self._work_left -= TRY_ROWS + len(wanted)
-        if self._work_left < 0:
-            return False
-        folded = _folded(self._product, [self._body], _columns_of(self._product, [self._profile], wanted), self._now)
+        wanted = _columns_of(self._product, [self._profile], [*self._taken, *rows])
+        folded = _folded(self._product, [self._body], wanted, self._now)
         return len(folded.bodies[0]) <= max(self._product.settings.profile_bytes_max, len(self._body))
