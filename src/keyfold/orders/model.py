@@ -20,7 +20,7 @@ Value = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\x00]*$",
 Moment = Annotated[datetime, Meta(tz=True, description="ISO 8601 with a zone")]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_encode = msgspec.json.Encoder().encode
+_encode_sorted = msgspec.json.Encoder(order="sorted").encode
 
 Status = Literal["accepted", "duplicate", "conflict", "late", "before_start", "set_aside"]
 Why = Literal["late", "before_start", "set_aside"]
@@ -168,9 +168,8 @@ def slice_of(values: Mapping[str, str]) -> Slice:
 
 def fingerprint(order: CompletedOrder, created_at_us: int) -> int:
     """What an order says, whatever the order of its fields: it tells a repeat from a conflict."""
-    said = (created_at_us, sorted(order.identities.items()), sorted(order.properties.items()))
-    digest = hashlib.blake2b(_encode(said), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)
+    said = _encode_sorted((created_at_us, order.identities, order.properties))
+    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big", signed=True)
 
 
 def checked(
