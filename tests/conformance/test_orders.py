@@ -219,8 +219,7 @@ def test_the_oldest_are_found_by_the_index(orders: Orders) -> None:
     """A purge of a few out of many looks at those, and each it deletes by its key."""
 
     def look(tx: Transaction) -> list[str]:
-        if not tx.is_sqlite:
-            tx.driver("SET LOCAL enable_seqscan = off")
+        _prefer_indexes(tx)
         explain = "EXPLAIN QUERY PLAN" if tx.is_sqlite else "EXPLAIN"
         tables = orders.unit.tables
         aged = {tables.marks: "created_at_us", tables.kept: "kept_at_us", tables.reservations: "expires_at_us"}
@@ -625,11 +624,15 @@ def _looked_up(orders: Orders, query: Query) -> list[reading.IdentityData] | Non
     return answered(orders.store.read(lambda tx: tx.rows(few.sql, few.parameters)))
 
 
-def _plans(orders: Orders, query: Query) -> list[str]:
-    """How the database finds what is read, by the statements that are sent for it.
+def _prefer_indexes(tx: Transaction) -> None:
+    """PostgreSQL would rather scan tables that are as small as those of tests, and the nodes of a cluster as well."""
+    if not tx.is_sqlite:
+        for said in ("citus.propagate_set_commands = 'local'", "enable_seqscan = off", "enable_bitmapscan = off"):
+            tx.driver(f"SET LOCAL {said}")
 
-    PostgreSQL would rather scan a table that is as small as this one.
-    """
+
+def _plans(orders: Orders, query: Query) -> list[str]:
+    """How the database finds what is read, by the statements that are sent for it."""
     sent: list[tuple[str, Any]] = []
 
     def listen(tx: Transaction) -> None:
@@ -643,9 +646,7 @@ def _plans(orders: Orders, query: Query) -> list[str]:
         reading.read_orders(tx, orders.unit, query)
 
     def look(tx: Transaction) -> list[str]:
-        if not tx.is_sqlite:
-            tx.driver("SET LOCAL enable_seqscan = off")
-            tx.driver("SET LOCAL enable_bitmapscan = off")
+        _prefer_indexes(tx)
         explain = "EXPLAIN QUERY PLAN" if tx.is_sqlite else "EXPLAIN"
         return [str(tx.rows(f"{explain} {sql}", given)) for sql, given in sent if "live_count" in sql]
 
