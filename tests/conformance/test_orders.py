@@ -26,7 +26,7 @@ import sqlalchemy as sa
 from keyfold.core import audit, deadletters
 from keyfold.core.access import Client
 from keyfold.core.clock import ManualClock
-from keyfold.core.errors import BadInput, Conflict, LeaseLost, SettingsWrong, TooLarge
+from keyfold.core.errors import BadInput, Conflict, LeaseLost, LostRace, SettingsWrong, TooLarge
 from keyfold.core.gather import Ask, Operation
 from keyfold.core.relay import Relay
 from keyfold.core.store import Transaction
@@ -368,6 +368,37 @@ def test_what_is_special_about_a_unit_is_a_hook(store_url: str, tmp_path: Path) 
             ("set_aside", "the hook of the unit failed: RuntimeError: no"),
         ]
         assert food.total("eater", "e", place="cafe") == 1
+
+
+@pytest.mark.spec("ORD-02", "ORD-05")
+def test_a_hook_that_changes_its_order_in_place_changes_nothing_of_what_was_sent(
+    store_url: str, tmp_path: Path
+) -> None:
+    hooks = tmp_path / "hooks_in_place.py"
+    hooks.write_text(
+        "from keyfold.orders.hooks import completed\n"
+        "@completed\n"
+        "def prepare(order):\n"
+        "    order.properties['tariff'] = 'new ' + order.properties['tariff']\n"
+        "    order.identities['card_id'] = 'c'\n"
+        "    return None if order.order_id == 'aside' else order\n"
+    )
+    one, aside = order("1", tariff="econom"), order("aside", tariff="econom")
+    with opened(store_url, hooks=str(hooks)) as orders:
+        tries: list[list[str]] = []
+
+        def work(tx: Transaction) -> None:
+            tries.append([each.status for each in counting.count_orders(tx, orders.unit, [one, aside])])
+            if len(tries) == 1:
+                raise LostRace("a transaction may run again")
+
+        orders.store.transact(work)
+        assert tries == [["accepted", "set_aside"]] * 2
+        assert orders.total("phone_id", "p1", tariff="new econom") == orders.total("card_id", "c") == 1
+        (kept,) = orders.store.read(lambda tx: kept_orders(tx, orders.unit, None, "", 9))
+        assert kept.order == order("aside", tariff="econom")
+    with opened(store_url) as orders:
+        assert orders.count(order("1", tariff="econom")) == ["duplicate"]
 
 
 @pytest.mark.spec("ORD-11")

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 import sqlalchemy as sa
+from msgspec import structs
 
 from keyfold.core.clock import SECOND_US
 from keyfold.core.context import Context
@@ -133,7 +134,7 @@ class Unit:
         if self.hooks.completed is None:
             return sent
         try:
-            order = self.hooks.completed(sent)
+            order = self.hooks.completed(_copied(sent))
             if order is not None:
                 order = msgspec.convert(msgspec.to_builtins(order), CompletedOrder)
                 checked(order, state, self.settings.application_brands, 2**62, 0, "the order of the hook")
@@ -217,6 +218,11 @@ class Unit:
     def _load_slices(self, tx: Transaction, slice_ids: Sequence[int]) -> dict[int, str]:
         found = load(tx, self.tables.slices, {"slice_id": slice_ids}, ("dimension_values",))
         return {slice_id: text for (slice_id,), (text,) in found.items()}
+
+
+def _copied(sent: CompletedOrder) -> CompletedOrder:
+    """The same order, for a hook to change as it likes: what was sent is compared with repeats, and hooked again."""
+    return structs.replace(sent, identities=dict(sent.identities), properties=dict(sent.properties))
 
 
 class Units:
