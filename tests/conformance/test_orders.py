@@ -889,6 +889,24 @@ def test_an_order_is_taken_back_exactly_once_with_an_audit_record(orders: Orders
     assert acts == ["order taken back"]
 
 
+@pytest.mark.spec("ORD-13", "ORD-16")
+def test_the_interval_of_a_cell_whose_orders_were_all_taken_back_begins_anew(orders: Orders) -> None:
+    def interval() -> tuple[str | None, str | None]:
+        (told,) = orders.store.read(lambda tx: evidence_of(tx, orders.unit, [Identity("phone_id", "p1")], None))
+        return told.counted_from, told.counted_to
+
+    def at(created: float) -> str:
+        return iso_us(int(created * 1_000_000))
+
+    orders.count(order("1", NOW - 5 * DAY), order("2", NOW - 4 * DAY), order("3", NOW - 3 * DAY))
+    take_back(orders, "1")
+    assert interval() == (at(NOW - 5 * DAY), at(NOW - 3 * DAY)), "which order is first now is not known"
+    take_back(orders, "2", "3")
+    assert interval() == (None, None)
+    orders.count(order("4", NOW - DAY))
+    assert interval() == (at(NOW - DAY), at(NOW - DAY))
+
+
 @pytest.mark.spec("ORD-16")
 def test_two_who_take_back_one_order_take_it_once(store_url: str) -> None:
     with opened(store_url) as orders:
