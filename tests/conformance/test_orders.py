@@ -740,6 +740,30 @@ def test_a_place_is_held_until_it_expires_and_counting_the_order_takes_it(orders
 
 
 @pytest.mark.spec("ORD-14")
+def test_a_place_is_held_for_as_long_as_is_told_also_when_asked_for_again_for_less(orders: Orders) -> None:
+    def hold(seconds: int, *types: str) -> Check:
+        whose = [Identity(each, "1") for each in types]
+        return Check(whose, fewer_than=1, order_id="a", reserve_seconds=seconds)
+
+    def held_until(*checks: Check) -> list[str | None]:
+        told = orders.store.transact(lambda tx: check_orders(tx, orders.unit, checks))
+        return [each.reserved_until for each in told if isinstance(each, Checked)]
+
+    def at(created: float) -> str:
+        return iso_us(int(created * 1_000_000))
+
+    long, short = hold(3_600, "phone_id"), hold(60, "phone_id")
+    assert held_until(long, short) == [at(NOW + 3_600)] * 2
+    assert held_until(short) == [at(NOW + 3_600)]
+    assert held_until(hold(60, "phone_id", "card_id")) == [at(NOW + 60)], "the card has it no longer"
+    orders.clock.advance(3_590)
+    assert not check(orders, fewer_than=1, identities={"phone_id": "1"}).allowed
+    assert held_until(short) == [at(NOW + 3_650)], "asked for again it is held from now on"
+    orders.clock.advance(61)
+    assert check(orders, fewer_than=1, identities={"phone_id": "1"}).allowed
+
+
+@pytest.mark.spec("ORD-14")
 def test_a_place_counts_for_every_filter_that_its_order_could_match(orders: Orders) -> None:
     assert check(orders, "a", fewer_than=1, filters={"tariff": "econom"}).allowed
     assert not check(orders, "b", fewer_than=1).allowed, "an order in econom is an order"
