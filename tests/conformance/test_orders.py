@@ -442,6 +442,21 @@ def test_another_order_under_the_id_of_one_that_was_set_aside_or_late_is_a_confl
 
 
 @pytest.mark.spec("ORD-05", "ORD-11")
+def test_what_conflicts_when_it_is_driven_again_stays_listed(store_url: str) -> None:
+    aside, same = (order(each, NOW, {"phone_id": "p1"}, application="new") for each in ("1", "2"))
+    with opened(store_url, application_brands={"android": "yataxi"}) as orders:
+        assert orders.count(aside, same) == ["set_aside", "set_aside"]
+        assert orders.count(order("1", NOW, {"phone_id": "p2"}, application="android")) == ["accepted"]
+    with opened(store_url, application_brands={"android": "yataxi", "new": "yango"}) as orders:
+        for turn in (["conflict", "accepted"], ["conflict"]):
+            _, verdicts = orders.store.transact(lambda tx: redrive(tx, orders.unit, "", 9))
+            assert [each.status for each in verdicts] == turn
+            (kept,) = orders.store.read(lambda tx: kept_orders(tx, orders.unit, None, "", 9))
+            assert kept.order == aside, "nobody else knows what it said"
+        assert orders.total("phone_id", "p1") == orders.total("phone_id", "p2") == 1
+
+
+@pytest.mark.spec("ORD-05", "ORD-11")
 def test_of_an_id_that_was_counted_nothing_is_set_aside(store_url: str) -> None:
     counted, other = order("1", NOW, application="android"), order("1", NOW, {"phone_id": "p2"}, application="new")
     with opened(store_url, application_brands={"android": "yataxi"}) as orders:
