@@ -329,6 +329,23 @@ def test_a_start_must_lie_ahead_of_now_and_cannot_change(store_url: str) -> None
         assert orders.count(order("1", START)) == ["accepted"]
 
 
+@pytest.mark.spec("ORD-07", "ORD-09")
+def test_an_identity_type_that_was_added_may_stand_anywhere_in_the_settings(store_url: str) -> None:
+    with opened(store_url, start=iso(START), identities=["phone_id"]) as orders:
+        add_identity(orders.store, orders.unit, "mail_id", (START + DAY) * 1_000_000)
+    for identities in (["mail_id", "phone_id"], ["phone_id", "mail_id"], ["mail_id"]):
+        with opened(store_url, start=iso(START), identities=identities) as orders:
+            assert [each.name for each in orders.store.read(orders.unit.stood).state.identities] == [
+                "phone_id",
+                "mail_id",
+            ]
+        with (
+            pytest.raises(SettingsWrong, match="cannot change"),
+            opened(store_url, start=iso(START + DAY), identities=identities),
+        ):
+            pass
+
+
 @pytest.mark.spec("ORD-02")
 def test_units_have_tables_identities_and_dimensions_of_their_own(store_url: str) -> None:
     with opened(store_url) as rides, opened(store_url, unit="food", identities=["eater"], dimensions=["place"]) as food:

@@ -327,7 +327,7 @@ def _must_agree(unit: Unit, settings: UnitSettings, state: UnitState) -> None:
                 place=f"{place}.dimensions",
                 hint=f"Run without it: keyfold orders add-dimension {name} --unit {unit.name} --from TABLE.COLUMN",
             )
-    first = known[settings.identities[0]]
+    first = state.identities[0]  # the settings may name one before it that was added with a start of its own
     if settings.start and first.start_us != moment_us(settings.start, 0):
         has = "none" if first.start_us is None else iso(first.start_us)
         raise SettingsWrong(f"the start cannot change: the store has {has}", place=f"{place}.start")
