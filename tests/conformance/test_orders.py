@@ -2634,6 +2634,22 @@ def test_a_document_says_when_it_was_updated_not_how_long_ago(store_url: str, up
 
 
 @pytest.mark.spec("ORD-13", "ORD-15")
+@pytest.mark.parametrize(
+    "created", ["0001-01-01T00:00:00+14:00", "0001-01-01T00:00:00Z", "1969-12-31T23:59:59.999999Z"]
+)
+def test_a_document_created_before_1970_is_refused_as_such_orders_are(store_url: str, created: str) -> None:
+    """A time that is none must not be where counts begin, nor one that no answer can tell."""
+    first = {**DOCUMENT, "_id": "p1", "created": "1970-01-01T00:00:00Z"}
+    with opened(store_url, start=iso(START), mixed_brand="yataxi") as orders:
+        given = lines(first, {**DOCUMENT, "_id": "p2", "created": created})
+        done = import_documents(orders.store, orders.unit, "phone_id", given, "one")
+        assert [each.reason for each in done.refused_documents] == ["it was created before 1970"]
+        asked = [Identity("phone_id", each) for each in ("p1", "p2")]
+        told = orders.store.read(lambda tx: evidence_of(tx, orders.unit, asked, None))
+        assert [each.counted_from for each in told] == ["1970-01-01T00:00:00Z", None]
+
+
+@pytest.mark.spec("ORD-13", "ORD-15")
 def test_what_was_refused_is_lacking_at_once_also_where_all_was_complete(store_url: str) -> None:
     with opened(store_url, start=iso(START), mixed_brand="yataxi") as orders:
         orders.clock.advance(3 * HOUR)
