@@ -387,6 +387,22 @@ def test_what_is_special_about_a_unit_is_a_hook(store_url: str, tmp_path: Path) 
         assert food.total("eater", "e", place="cafe") == 1
 
 
+@pytest.mark.spec("ORD-02")
+def test_a_hook_that_cuts_a_character_in_two_concerns_no_other_order(store_url: str, tmp_path: Path) -> None:
+    hooks = tmp_path / "hooks_that_cut.py"
+    hooks.write_text(
+        "import msgspec\n"
+        "from keyfold.orders.hooks import completed\n"
+        "@completed\n"
+        "def cut(order):\n"
+        "    short = {k: v.encode()[:3].decode('utf-8', 'surrogateescape') for k, v in order.properties.items()}\n"
+        "    return msgspec.structs.replace(order, properties=short)\n"
+    )
+    with opened(store_url, hooks=str(hooks)) as orders:
+        assert orders.count(order("1", tariff="économ"), order("2", tariff="éé")) == ["accepted", "set_aside"]
+        assert orders.total("phone_id", "p1", tariff="éc") == 1
+
+
 @pytest.mark.spec("ORD-02", "ORD-05")
 def test_a_hook_that_changes_its_order_in_place_changes_nothing_of_what_was_sent(
     store_url: str, tmp_path: Path

@@ -136,7 +136,8 @@ class Unit:
         try:
             order = self.hooks.completed(_copied(sent))
             if order is not None:
-                order = msgspec.convert(msgspec.to_builtins(order), CompletedOrder)
+                # As it could have been sent: what is no text in UTF-8 fails here, and not in the batch.
+                order = msgspec.json.decode(msgspec.json.encode(order), type=CompletedOrder)
                 checked(order, state, self.settings.application_brands, 2**62, 0, "the order of the hook")
         except Exception as error:
             raise NotPlaced(f"the hook of the unit failed: {type(error).__name__}: {error}") from error
