@@ -1,5 +1,6 @@
 """Order statistics on every store: each order once, the right cells, history beside live, dimensions added live."""
 
+import asyncio
 import importlib
 import random
 import re
@@ -24,10 +25,10 @@ import pytest
 import sqlalchemy as sa
 
 from keyfold.core import audit, deadletters
-from keyfold.core.access import Client
+from keyfold.core.access import ANYONE, Client
 from keyfold.core.clock import ManualClock
 from keyfold.core.errors import BadInput, Conflict, LeaseLost, LostRace, SettingsWrong, TooLarge
-from keyfold.core.gather import Ask, Operation
+from keyfold.core.gather import Ask, Gatherer, Operation
 from keyfold.core.relay import Relay
 from keyfold.core.store import Transaction
 from keyfold.core.times import iso as iso_us
@@ -876,6 +877,41 @@ def test_a_check_fails_closed_while_history_is_not_counted(with_history: Orders,
         0
     ]
     assert (evidence.history, evidence.is_complete, evidence.counted_from) == ("backfilled", True, None)
+
+
+@pytest.mark.spec("ORD-12", "ORD-13")
+def test_counts_do_not_wait_for_evidence_that_waits_for_the_topic(
+    orders: Orders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders.count(order("1"))
+    is_asked, answers = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        is_asked.set()
+        assert answers.wait(10)
+
+    monkeypatch.setattr(Lag, "messages", wait)
+    (route,) = [each for each in order_routes.routes(orders.context) if each.path == "/v1/orders"]
+    assert isinstance(route.run, Operation)
+    operation, gatherer = route.run, Gatherer(orders.store, orders.context.limits)
+
+    def ask(evidence: bool) -> Any:
+        body = order_routes.OrdersBody([Identity("phone_id", "p1")], [], [])
+        query = order_routes.OrdersQuery(evidence=evidence)
+        return gatherer.ask(operation, Ask(client=ANYONE, body=body, query=query))
+
+    async def work() -> list[Any]:
+        waiting = [asyncio.create_task(ask(True)) for _ in range(4)]
+        await asyncio.to_thread(is_asked.wait, 5)
+        counts = await asyncio.wait_for(asyncio.gather(*(ask(False) for _ in range(4))), 5)
+        answers.set()
+        return [*counts, *await asyncio.gather(*waiting)]
+
+    try:
+        assert [b'"counter_value":1' in each.body for each in asyncio.run(work())] == [True] * 8
+    finally:
+        answers.set()
+        gatherer.close()
 
 
 @pytest.mark.spec("ORD-13")
