@@ -1,5 +1,6 @@
 """Order statistics on every store: each order once, the right cells, history beside live, dimensions added live."""
 
+import asyncio
 import importlib
 import random
 import re
@@ -24,10 +25,10 @@ import pytest
 import sqlalchemy as sa
 
 from keyfold.core import audit, deadletters
-from keyfold.core.access import Client
+from keyfold.core.access import ANYONE, Client
 from keyfold.core.clock import ManualClock
-from keyfold.core.errors import BadInput, Conflict, LeaseLost, SettingsWrong, TooLarge
-from keyfold.core.gather import Ask, Operation
+from keyfold.core.errors import BadInput, Conflict, LeaseLost, LostRace, SettingsWrong, TooLarge
+from keyfold.core.gather import Ask, Gatherer, Operation
 from keyfold.core.relay import Relay
 from keyfold.core.store import Transaction
 from keyfold.core.times import iso as iso_us
@@ -328,6 +329,23 @@ def test_a_start_must_lie_ahead_of_now_and_cannot_change(store_url: str) -> None
         assert orders.count(order("1", START)) == ["accepted"]
 
 
+@pytest.mark.spec("ORD-07", "ORD-09")
+def test_an_identity_type_that_was_added_may_stand_anywhere_in_the_settings(store_url: str) -> None:
+    with opened(store_url, start=iso(START), identities=["phone_id"]) as orders:
+        add_identity(orders.store, orders.unit, "mail_id", (START + DAY) * 1_000_000)
+    for identities in (["mail_id", "phone_id"], ["phone_id", "mail_id"], ["mail_id"]):
+        with opened(store_url, start=iso(START), identities=identities) as orders:
+            assert [each.name for each in orders.store.read(orders.unit.stood).state.identities] == [
+                "phone_id",
+                "mail_id",
+            ]
+        with (
+            pytest.raises(SettingsWrong, match="cannot change"),
+            opened(store_url, start=iso(START + DAY), identities=identities),
+        ):
+            pass
+
+
 @pytest.mark.spec("ORD-02")
 def test_units_have_tables_identities_and_dimensions_of_their_own(store_url: str) -> None:
     with opened(store_url) as rides, opened(store_url, unit="food", identities=["eater"], dimensions=["place"]) as food:
@@ -369,6 +387,53 @@ def test_what_is_special_about_a_unit_is_a_hook(store_url: str, tmp_path: Path) 
         assert food.total("eater", "e", place="cafe") == 1
 
 
+@pytest.mark.spec("ORD-02")
+def test_a_hook_that_cuts_a_character_in_two_concerns_no_other_order(store_url: str, tmp_path: Path) -> None:
+    hooks = tmp_path / "hooks_that_cut.py"
+    hooks.write_text(
+        "import msgspec\n"
+        "from keyfold.orders.hooks import completed\n"
+        "@completed\n"
+        "def cut(order):\n"
+        "    short = {k: v.encode()[:3].decode('utf-8', 'surrogateescape') for k, v in order.properties.items()}\n"
+        "    return msgspec.structs.replace(order, properties=short)\n"
+    )
+    with opened(store_url, hooks=str(hooks)) as orders:
+        assert orders.count(order("1", tariff="économ"), order("2", tariff="éé")) == ["accepted", "set_aside"]
+        assert orders.total("phone_id", "p1", tariff="éc") == 1
+
+
+@pytest.mark.spec("ORD-02", "ORD-05")
+def test_a_hook_that_changes_its_order_in_place_changes_nothing_of_what_was_sent(
+    store_url: str, tmp_path: Path
+) -> None:
+    hooks = tmp_path / "hooks_in_place.py"
+    hooks.write_text(
+        "from keyfold.orders.hooks import completed\n"
+        "@completed\n"
+        "def prepare(order):\n"
+        "    order.properties['tariff'] = 'new ' + order.properties['tariff']\n"
+        "    order.identities['card_id'] = 'c'\n"
+        "    return None if order.order_id == 'aside' else order\n"
+    )
+    one, aside = order("1", tariff="econom"), order("aside", tariff="econom")
+    with opened(store_url, hooks=str(hooks)) as orders:
+        tries: list[list[str]] = []
+
+        def work(tx: Transaction) -> None:
+            tries.append([each.status for each in counting.count_orders(tx, orders.unit, [one, aside])])
+            if len(tries) == 1:
+                raise LostRace("a transaction may run again")
+
+        orders.store.transact(work)
+        assert tries == [["accepted", "set_aside"]] * 2
+        assert orders.total("phone_id", "p1", tariff="new econom") == orders.total("card_id", "c") == 1
+        (kept,) = orders.store.read(lambda tx: kept_orders(tx, orders.unit, None, "", 9))
+        assert kept.order == order("aside", tariff="econom")
+    with opened(store_url) as orders:
+        assert orders.count(order("1", tariff="econom")) == ["duplicate"]
+
+
 @pytest.mark.spec("ORD-11")
 def test_the_brand_comes_from_the_application_and_an_unmapped_one_is_set_aside(store_url: str) -> None:
     sent = [
@@ -407,6 +472,21 @@ def test_another_order_under_the_id_of_one_that_was_set_aside_or_late_is_a_confl
             assert [each.order for each in kept] == [one, two]
         orders.send(order("set_aside 1", NOW, {"phone_id": "p3"}, application="new"))
         assert len(orders.store.read(lambda tx: deadletters.listed(tx, "orders-rides"))) == 1
+
+
+@pytest.mark.spec("ORD-05", "ORD-11")
+def test_what_conflicts_when_it_is_driven_again_stays_listed(store_url: str) -> None:
+    aside, same = (order(each, NOW, {"phone_id": "p1"}, application="new") for each in ("1", "2"))
+    with opened(store_url, application_brands={"android": "yataxi"}) as orders:
+        assert orders.count(aside, same) == ["set_aside", "set_aside"]
+        assert orders.count(order("1", NOW, {"phone_id": "p2"}, application="android")) == ["accepted"]
+    with opened(store_url, application_brands={"android": "yataxi", "new": "yango"}) as orders:
+        for turn in (["conflict", "accepted"], ["conflict"]):
+            _, verdicts = orders.store.transact(lambda tx: redrive(tx, orders.unit, "", 9))
+            assert [each.status for each in verdicts] == turn
+            (kept,) = orders.store.read(lambda tx: kept_orders(tx, orders.unit, None, "", 9))
+            assert kept.order == aside, "nobody else knows what it said"
+        assert orders.total("phone_id", "p1") == orders.total("phone_id", "p2") == 1
 
 
 @pytest.mark.spec("ORD-05", "ORD-11")
@@ -710,6 +790,30 @@ def test_a_place_is_held_until_it_expires_and_counting_the_order_takes_it(orders
 
 
 @pytest.mark.spec("ORD-14")
+def test_a_place_is_held_for_as_long_as_is_told_also_when_asked_for_again_for_less(orders: Orders) -> None:
+    def hold(seconds: int, *types: str) -> Check:
+        whose = [Identity(each, "1") for each in types]
+        return Check(whose, fewer_than=1, order_id="a", reserve_seconds=seconds)
+
+    def held_until(*checks: Check) -> list[str | None]:
+        told = orders.store.transact(lambda tx: check_orders(tx, orders.unit, checks))
+        return [each.reserved_until for each in told if isinstance(each, Checked)]
+
+    def at(created: float) -> str:
+        return iso_us(int(created * 1_000_000))
+
+    long, short = hold(3_600, "phone_id"), hold(60, "phone_id")
+    assert held_until(long, short) == [at(NOW + 3_600)] * 2
+    assert held_until(short) == [at(NOW + 3_600)]
+    assert held_until(hold(60, "phone_id", "card_id")) == [at(NOW + 60)], "the card has it no longer"
+    orders.clock.advance(3_590)
+    assert not check(orders, fewer_than=1, identities={"phone_id": "1"}).allowed
+    assert held_until(short) == [at(NOW + 3_650)], "asked for again it is held from now on"
+    orders.clock.advance(61)
+    assert check(orders, fewer_than=1, identities={"phone_id": "1"}).allowed
+
+
+@pytest.mark.spec("ORD-14")
 def test_a_place_counts_for_every_filter_that_its_order_could_match(orders: Orders) -> None:
     assert check(orders, "a", fewer_than=1, filters={"tariff": "econom"}).allowed
     assert not check(orders, "b", fewer_than=1).allowed, "an order in econom is an order"
@@ -774,6 +878,41 @@ def test_a_check_fails_closed_while_history_is_not_counted(with_history: Orders,
         0
     ]
     assert (evidence.history, evidence.is_complete, evidence.counted_from) == ("backfilled", True, None)
+
+
+@pytest.mark.spec("ORD-12", "ORD-13")
+def test_counts_do_not_wait_for_evidence_that_waits_for_the_topic(
+    orders: Orders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders.count(order("1"))
+    is_asked, answers = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        is_asked.set()
+        assert answers.wait(10)
+
+    monkeypatch.setattr(Lag, "messages", wait)
+    (route,) = [each for each in order_routes.routes(orders.context) if each.path == "/v1/orders"]
+    assert isinstance(route.run, Operation)
+    operation, gatherer = route.run, Gatherer(orders.store, orders.context.limits)
+
+    def ask(evidence: bool) -> Any:
+        body = order_routes.OrdersBody([Identity("phone_id", "p1")], [], [])
+        query = order_routes.OrdersQuery(evidence=evidence)
+        return gatherer.ask(operation, Ask(client=ANYONE, body=body, query=query))
+
+    async def work() -> list[Any]:
+        waiting = [asyncio.create_task(ask(True)) for _ in range(4)]
+        await asyncio.to_thread(is_asked.wait, 5)
+        counts = await asyncio.wait_for(asyncio.gather(*(ask(False) for _ in range(4))), 5)
+        answers.set()
+        return [*counts, *await asyncio.gather(*waiting)]
+
+    try:
+        assert [b'"counter_value":1' in each.body for each in asyncio.run(work())] == [True] * 8
+    finally:
+        answers.set()
+        gatherer.close()
 
 
 @pytest.mark.spec("ORD-13")
@@ -857,6 +996,24 @@ def test_an_order_is_taken_back_exactly_once_with_an_audit_record(orders: Orders
     assert orders.store.read(audit.broken) is None
     acts = orders.store.read(lambda tx: [row.act for row in tx.execute(sa.text("SELECT act FROM audit"))])
     assert acts == ["order taken back"]
+
+
+@pytest.mark.spec("ORD-13", "ORD-16")
+def test_the_interval_of_a_cell_whose_orders_were_all_taken_back_begins_anew(orders: Orders) -> None:
+    def interval() -> tuple[str | None, str | None]:
+        (told,) = orders.store.read(lambda tx: evidence_of(tx, orders.unit, [Identity("phone_id", "p1")], None))
+        return told.counted_from, told.counted_to
+
+    def at(created: float) -> str:
+        return iso_us(int(created * 1_000_000))
+
+    orders.count(order("1", NOW - 5 * DAY), order("2", NOW - 4 * DAY), order("3", NOW - 3 * DAY))
+    take_back(orders, "1")
+    assert interval() == (at(NOW - 5 * DAY), at(NOW - 3 * DAY)), "which order is first now is not known"
+    take_back(orders, "2", "3")
+    assert interval() == (None, None)
+    orders.count(order("4", NOW - DAY))
+    assert interval() == (at(NOW - DAY), at(NOW - DAY))
 
 
 @pytest.mark.spec("ORD-16")
@@ -2527,6 +2684,22 @@ def test_a_document_says_when_it_was_updated_not_how_long_ago(store_url: str, up
     with opened(store_url, start=iso(START), mixed_brand="yataxi") as orders:
         done = import_documents(orders.store, orders.unit, "phone_id", lines(given), "one")
         assert [each.reason for each in done.refused_documents] == ["created is not a time"]
+
+
+@pytest.mark.spec("ORD-13", "ORD-15")
+@pytest.mark.parametrize(
+    "created", ["0001-01-01T00:00:00+14:00", "0001-01-01T00:00:00Z", "1969-12-31T23:59:59.999999Z"]
+)
+def test_a_document_created_before_1970_is_refused_as_such_orders_are(store_url: str, created: str) -> None:
+    """A time that is none must not be where counts begin, nor one that no answer can tell."""
+    first = {**DOCUMENT, "_id": "p1", "created": "1970-01-01T00:00:00Z"}
+    with opened(store_url, start=iso(START), mixed_brand="yataxi") as orders:
+        given = lines(first, {**DOCUMENT, "_id": "p2", "created": created})
+        done = import_documents(orders.store, orders.unit, "phone_id", given, "one")
+        assert [each.reason for each in done.refused_documents] == ["it was created before 1970"]
+        asked = [Identity("phone_id", each) for each in ("p1", "p2")]
+        told = orders.store.read(lambda tx: evidence_of(tx, orders.unit, asked, None))
+        assert [each.counted_from for each in told] == ["1970-01-01T00:00:00Z", None]
 
 
 @pytest.mark.spec("ORD-13", "ORD-15")

@@ -410,7 +410,9 @@ def redrive(ctx: typer.Context, unit: UnitOption = "rides") -> Answer:
         for each in verdicts:
             counts[each.status] = counts.get(each.status, 0) + 1
     told = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "none were set aside"
-    return Answer(data=counts, lines=[told])
+    stay = {"set_aside", "conflict"} & counts.keys()
+    notes = [f"Those that stay: keyfold orders kept --why set_aside --unit {unit}"] if stay else []
+    return Answer(data=counts, lines=[told], notes=notes)
 
 
 def _unit(ctx: typer.Context, name: str) -> "tuple[Context, Unit]":

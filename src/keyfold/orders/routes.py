@@ -198,6 +198,7 @@ def _gathered(
     writes: bool = True,
     check: Callable[[Ask], None] | None = None,
     key: Callable[[Ask], str] = lambda _: "",
+    is_apart: Callable[[Ask], bool] = lambda _: False,
     question: Callable[[Ask], Question | None] | None = None,
 ) -> Operation:
     """An operation on units that the token names; `items` is the list in the body that makes a request heavy."""
@@ -214,6 +215,7 @@ def _gathered(
         check=check_all,
         weight=lambda ask: len(getattr(ask.body, items)),
         key=key,
+        is_apart=is_apart,
         question=question,
     )
 
@@ -281,6 +283,7 @@ def _reading(context: Context, units: Units, lag: Lag) -> Operation:
         writes=False,
         check=_at_most(context.limits.batch_items_max, "identities"),
         key=_first_identity,
+        is_apart=lambda ask: ask.query.evidence,  # it may wait for the topic, which counts do not need
         question=question,
     )
 

@@ -69,6 +69,7 @@ class Held(Struct, frozen=True):
 
     order_id: str
     filters: Mapping[str, str]
+    expires_at_us: int
 
 
 Places = dict[CellKey, list[Held]]
@@ -127,7 +128,7 @@ def check_orders(tx: Transaction, unit: Unit, checks: Sequence[Check]) -> list[C
         answer = _answer(state, check, _keys(ids, check), count, places, tx.now_us)
         if answer.allowed and check.order_id is not None:
             for key in dict.fromkeys(_keys(ids, check)):
-                places.setdefault(key, []).append(Held(check.order_id, check.filter_values))
+                places.setdefault(key, []).append(Held(check.order_id, check.filter_values, _until(check, tx.now_us)))
                 taken.append((key, check))
         answers.append(answer)
     _hold(tx, unit, taken)
@@ -164,7 +165,7 @@ def _answer(
     reason = _incomplete(state, check) or _refusal(check, seen)
     until = None
     if not reason and check.order_id is not None:
-        until = iso(now_us + check.reserve_seconds * SECOND_US)
+        until = iso(min(_held_until(places.get(key, ()), check, now_us) for key in keys))
     return Checked(not reason, reason, seen, until)
 
 
@@ -173,6 +174,16 @@ def _held_by_others(places: Sequence[Held], check: Check) -> int:
     return len(
         {each.order_id for each in places if each.order_id != check.order_id and could_both_match(each.filters, wanted)}
     )
+
+
+def _held_until(places: Sequence[Held], check: Check, now_us: int) -> int:
+    """A place that the order has for longer is not made shorter: whoever was told so may rely on it."""
+    own = (each for each in places if each.order_id == check.order_id and each.filters == check.filter_values)
+    return max([_until(check, now_us), *(each.expires_at_us for each in own)])
+
+
+def _until(check: Check, now_us: int) -> int:
+    return now_us + check.reserve_seconds * SECOND_US
 
 
 def _incomplete(state: UnitState, check: Check) -> str:
@@ -199,7 +210,7 @@ def _places(tx: Transaction, unit: Unit, keys: Sequence[CellKey]) -> Places:
     decode = msgspec.json.Decoder(dict[str, str]).decode
     for key, (expires_at_us,) in load(tx, unit.tables.reservations, columns_of(keys), ("expires_at_us",)).items():
         if expires_at_us > tx.now_us:
-            places.setdefault((key[0], key[1]), []).append(Held(key[2], decode(key[3])))
+            places.setdefault((key[0], key[1]), []).append(Held(key[2], decode(key[3]), expires_at_us))
     return places
 
 
@@ -208,7 +219,7 @@ def _counted(tx: Transaction, unit: Unit, order_ids: Sequence[str]) -> set[str]:
 
 
 def _hold(tx: Transaction, unit: Unit, taken: Sequence[tuple[CellKey, Check]]) -> None:
-    """Store the places; asked for again, they are held from now on."""
+    """Store the places; asked for again, they are held from now on, and never for less than before."""
     if not taken:
         return
     columns: Columns = {
@@ -216,7 +227,7 @@ def _hold(tx: Transaction, unit: Unit, taken: Sequence[tuple[CellKey, Check]]) -
         "identity_value": [key[1] for key, _ in taken],
         "order_id": [check.order_id for _, check in taken],
         "filters": [check.filter_text for _, check in taken],
-        "expires_at_us": [tx.now_us + check.reserve_seconds * SECOND_US for _, check in taken],
+        "expires_at_us": [_until(check, tx.now_us) for _, check in taken],
     }
     increment(tx, unit.tables.reservations, columns, greatest=["expires_at_us"])
 

@@ -25,6 +25,7 @@ from keyfold.core.store.shapes import (
     insert_new,
     insert_new_meanwhile,
     load,
+    update,
 )
 from keyfold.orders import metrics
 from keyfold.orders.model import (
@@ -427,14 +428,12 @@ def _add(tx: Transaction, unit: Unit, counted: Sequence[Order], adding: Iterator
 
 
 def take_back(tx: Transaction, unit: Unit, cells: Sequence[tuple[int, str, int]]) -> dict[tuple[int, str, int], int]:
-    """Take one order from the live part of each cell; returns what is left. The interval counted stays."""
+    """Take one order from the live part of each cell; returns what is left. The interval of what is left stays."""
     rows = increment(
         tx,
         unit.tables.cells,
         {
-            "identity_type": [each[0] for each in cells],
-            "identity_value": [each[1] for each in cells],
-            "slice_id": [each[2] for each in cells],
+            **_keys_of(cells),
             "live_count": [-1] * len(cells),
             "live_from_us": [NEVER_FROM_US] * len(cells),
             "live_to_us": [NEVER_TO_US] * len(cells),
@@ -443,7 +442,27 @@ def take_back(tx: Transaction, unit: Unit, cells: Sequence[tuple[int, str, int]]
         greatest=["live_to_us"],
         returning=["live_count"],
     )
-    return {(key[0], key[1], key[2]): left for key, (left,) in rows.items()}
+    left = {(key[0], key[1], key[2]): count for key, (count,) in rows.items()}
+    _forget_intervals(tx, unit, [cell for cell, count in left.items() if count == 0])
+    return left
+
+
+def _forget_intervals(tx: Transaction, unit: Unit, emptied: Sequence[tuple[int, str, int]]) -> None:
+    """The next order of a cell of which nothing is left is its first and its last."""
+    columns: Columns = {
+        **_keys_of(emptied),
+        "live_from_us": [NEVER_FROM_US] * len(emptied),
+        "live_to_us": [NEVER_TO_US] * len(emptied),
+    }
+    update(tx, unit.tables.cells, columns)
+
+
+def _keys_of(cells: Sequence[tuple[int, str, int]]) -> dict[str, list[Any]]:
+    return {
+        "identity_type": [each[0] for each in cells],
+        "identity_value": [each[1] for each in cells],
+        "slice_id": [each[2] for each in cells],
+    }
 
 
 def _free_reservations(tx: Transaction, unit: Unit, order_ids: Sequence[str]) -> None:

@@ -224,6 +224,8 @@ def filled_of(
     if not isinstance(identity, str) or not 1 <= len(identity) <= 200 or "\0" in identity:
         raise _Refused("_id must be text of 1 to 200 characters")
     created_us, updated_us = _moment(document, "created"), _moment(document, "updated")
+    if created_us < 0:
+        raise _Refused("it was created before 1970")
     if created_us > updated_us:
         raise _Refused("it was updated before it was created")
     if kind.start_us is not None and updated_us >= kind.start_us:

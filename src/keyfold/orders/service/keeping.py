@@ -46,7 +46,8 @@ def kept_orders(tx: Transaction, unit: Unit, why: str | None, after: str, limit:
 def redrive(tx: Transaction, unit: Unit, after: str, limit: int) -> tuple[str | None, list[Verdict]]:
     """Count orders again that were set aside, now that the unit may place them; where to go on, and what became.
 
-    Also of those that are wrong by now, which stay where they are.
+    Also of those that are wrong by now, and of those whose ids another order was counted under meanwhile: nobody else
+    knows what they said, so they stay where they are.
     """
     page = kept_orders(tx, unit, "set_aside", after, limit)
     must_be_order = order_check(tx, unit)
@@ -59,6 +60,6 @@ def redrive(tx: Transaction, unit: Unit, after: str, limit: int) -> tuple[str | 
         except BadInput as error:
             wrong.append(Verdict(each.order_id, "set_aside", str(error)))
     verdicts = count_orders(tx, unit, good)
-    gone = [each.order_id for each in verdicts if each.status != "set_aside"]
+    gone = [each.order_id for each in verdicts if each.status not in ("set_aside", "conflict")]
     delete(tx, unit.tables.kept, {"order_id": gone, "why": ["set_aside"] * len(gone)})
     return (page[-1].order_id if len(page) >= limit else None), [*verdicts, *wrong]

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 import sqlalchemy as sa
+from msgspec import structs
 
 from keyfold.core.clock import SECOND_US
 from keyfold.core.context import Context
@@ -133,9 +134,10 @@ class Unit:
         if self.hooks.completed is None:
             return sent
         try:
-            order = self.hooks.completed(sent)
+            order = self.hooks.completed(_copied(sent))
             if order is not None:
-                order = msgspec.convert(msgspec.to_builtins(order), CompletedOrder)
+                # As it could have been sent: what is no text in UTF-8 fails here, and not in the batch.
+                order = msgspec.json.decode(msgspec.json.encode(order), type=CompletedOrder)
                 checked(order, state, self.settings.application_brands, 2**62, 0, "the order of the hook")
         except Exception as error:
             raise NotPlaced(f"the hook of the unit failed: {type(error).__name__}: {error}") from error
@@ -217,6 +219,11 @@ class Unit:
     def _load_slices(self, tx: Transaction, slice_ids: Sequence[int]) -> dict[int, str]:
         found = load(tx, self.tables.slices, {"slice_id": slice_ids}, ("dimension_values",))
         return {slice_id: text for (slice_id,), (text,) in found.items()}
+
+
+def _copied(sent: CompletedOrder) -> CompletedOrder:
+    """The same order, for a hook to change as it likes: what was sent is compared with repeats, and hooked again."""
+    return structs.replace(sent, identities=dict(sent.identities), properties=dict(sent.properties))
 
 
 class Units:
@@ -321,7 +328,7 @@ def _must_agree(unit: Unit, settings: UnitSettings, state: UnitState) -> None:
                 place=f"{place}.dimensions",
                 hint=f"Run without it: keyfold orders add-dimension {name} --unit {unit.name} --from TABLE.COLUMN",
             )
-    first = known[settings.identities[0]]
+    first = state.identities[0]  # the settings may name one before it that was added with a start of its own
     if settings.start and first.start_us != moment_us(settings.start, 0):
         has = "none" if first.start_us is None else iso(first.start_us)
         raise SettingsWrong(f"the start cannot change: the store has {has}", place=f"{place}.start")
