@@ -170,6 +170,17 @@ def test_poison_of_a_topic_is_set_aside_with_its_reason_and_can_be_driven_again(
     assert (again.applied, len(again.failed)) == (0, 2)
 
 
+@pytest.mark.spec("CORE-09", "PRO-02")
+def test_poison_whose_reason_quotes_what_no_store_takes_stops_no_redrive(profiles: Profiles) -> None:
+    profiles.send("visit", event("bad", 1, **{"raise": "a\0b"}), event("good", 1, [OFFER, -3]))
+    consumer = consumer_named(profiles.context, "profiles-visit")
+    again = deadletters.redrive(profiles.context.store, consumer.name, consumer.topic, consumer.apply, ordered=False)
+    assert (again.applied, len(again.failed)) == (0, 2)
+    letters = profiles.context.store.read(lambda tx: deadletters.listed(tx))
+    assert [letter.tries for letter in letters] == [2, 2]
+    assert "a mistake in a handler: a�b" in letters[0].reason
+
+
 @pytest.mark.spec("PRO-02")
 def test_a_log_counted_by_position_needs_no_marks_and_cannot_be_set_back(store_url: str) -> None:
     with opened(store_url, by_position=["visit"]) as profiles:
