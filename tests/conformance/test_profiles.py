@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -653,14 +654,16 @@ def test_a_sweep_does_not_load_profiles_that_have_segments(profiles: Profiles, m
     assert locked == [("user", "2"), ("user", "1")], "without segments it goes"
 
 
+def take_segments_by_topic(profiles: Profiles, version: int, *names: str) -> None:
+    entries = [{"segment_id": name, "evaluation_version": version} for name in names]
+    put(profiles.context, "cdp-segments-log", [message("1", version, msgspec.json.encode({"segments": entries}))])
+    profiles.relay("cdp-segments-log")
+    profiles.consume("profiles-segments")
+
+
 @pytest.mark.spec("PRO-11")
 def test_segment_sets_are_taken_whole_by_version_and_bounded(profiles: Profiles) -> None:
-    def sent(version: int, *names: str) -> None:
-        entries = [{"segment_id": name, "evaluation_version": version} for name in names]
-        put(profiles.context, "cdp-segments-log", [message("1", version, msgspec.json.encode({"segments": entries}))])
-        profiles.relay("cdp-segments-log")
-        profiles.consume("profiles-segments")
-
+    sent = partial(take_segments_by_topic, profiles)
     sent(3, "x", "y")
     profiles.count(event("1", 1, [OFFER, 5]))
     sent(2, "old")
@@ -671,6 +674,17 @@ def test_segment_sets_are_taken_whole_by_version_and_bounded(profiles: Profiles)
     sent(5)
     assert profiles.read(1).segments == []
     assert [len(each.segments) for each in published(profiles)] == [2, 2, 500, 0]
+
+
+@pytest.mark.spec("PRO-11", "CORE-09")
+def test_a_set_of_segments_that_cannot_be_read_keeps_no_newer_one_waiting(profiles: Profiles) -> None:
+    put(profiles.context, "cdp-segments-log", [message("1", 3, b"not json")])
+    profiles.relay("cdp-segments-log")
+    profiles.consume("profiles-segments")
+    take_segments_by_topic(profiles, 4, "x")
+    assert profiles.read(1).segments == [("x", 4)], "it is whole: nothing of the one before is needed"
+    letters = profiles.context.store.read(lambda tx: deadletters.listed(tx))
+    assert [(letter.version, letter.state) for letter in letters] == [(3, deadletters.DEAD)]
 
 
 @pytest.mark.spec("PRO-12")
