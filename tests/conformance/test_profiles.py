@@ -1009,6 +1009,24 @@ def test_held_back_updates_of_a_counter_that_left_the_catalog_disturb_nobody(sto
         assert profiles.values(1, 2, counter=EXACT)[5] == 14
 
 
+@pytest.mark.spec("PRO-04", "PRO-07", "CNT-19")
+def test_what_waits_for_a_counter_that_nobody_may_write_any_more_is_released_all_the_same(
+    store_url: str, tmp_path: Path
+) -> None:
+    with opened(store_url) as profiles:
+        profiles.count(event("1", 1, [EXACT, 5, 7, A]), event("2", 2, [EXACT, 5, 7, A]), log="order")
+    named = "CI_OFFER_ORDERS_EXACT = 602 [(CounterDescription) = {"
+    read_only = with_changed_catalog(tmp_path, "read_only", named, f"{named} NoOperation: true")
+    with opened(store_url, catalog=read_only) as profiles:
+        assert profiles.statuses(event("3", 1, [EXACT, 5]), event("4", 1, [OFFER, 5]), log="order") == [
+            "refused",
+            "counted",
+        ]
+        assert profiles.values(1, counter=EXACT) == {5: 7}
+        profiles.count(event("5", 3, [OFFER, 5, 1, B]))
+        assert profiles.values(2, 3, counter=EXACT) == {5: 7}, "as where its owners confirm each other in an answer"
+
+
 @pytest.mark.spec("PRO-05", "PRO-07")
 def test_the_public_key_of_one_id_does_not_release_what_another_id_waits_with(profiles: Profiles) -> None:
     profiles.count(event("1", 1, [OFFER, 5, 3.0, A]), event("2", 2, [OFFER, 5, 0.5]))
