@@ -997,6 +997,33 @@ def test_a_sweep_judges_by_the_catalog_of_today_and_leaves_what_it_does_not_know
         assert profiles.values(2, counter=630) == {5: 1.0}
 
 
+@pytest.mark.spec("PRO-12", "CNT-19")
+def test_what_a_sweep_leaves_after_a_change_of_the_catalog_is_not_written_at_every_walk(
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(store_url) as profiles:
+        profiles.count(event("1", 1, [OFFER, 5]), event("2", 2, [630, 5], [OFFER, 5]), log="order")
+    longer = with_changed_catalog(tmp_path, "longer", "MaxRecords: 30 ExpireDays: 60", "MaxRecords: 30 ExpireDays: 61")
+    load_for_writing, locked = sweeping.loaded, list[Any]()
+
+    def loaded(tx: Transaction, product: Any, keys: Any, *, items: int) -> Any:
+        locked.extend(keys)
+        return load_for_writing(tx, product, keys, items=items)
+
+    monkeypatch.setattr(sweeping, "loaded", loaded)
+    with opened(store_url, catalog=longer) as profiles:
+        profiles.clock.advance(60 * DAY + 1)
+        for _ in range(3):
+            swept(Sweep(profiles.context, profiles.product))
+            profiles.clock.advance(600)
+        assert locked == [("user", "1")]
+        assert profiles.values(1) == {5: 1.0}
+        profiles.clock.advance(DAY)
+        swept(Sweep(profiles.context, profiles.product))
+        assert profiles.read(1).version == 0, "a day later it is looked at again, and goes"
+        assert len(published(profiles)) == 3, "to leave it was no change"
+
+
 @pytest.mark.spec("PRO-04", "PRO-07", "CNT-19")
 def test_held_back_updates_of_a_counter_that_left_the_catalog_disturb_nobody(store_url: str, tmp_path: Path) -> None:
     with opened(store_url) as profiles:
