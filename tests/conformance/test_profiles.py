@@ -16,6 +16,7 @@ from keyfold.core.access import ANYONE
 from keyfold.core.errors import Conflict, SettingsWrong, StoreBusy, TooLarge
 from keyfold.core.gather import Ask, Operation
 from keyfold.core.metrics import REGISTRY
+from keyfold.core.replay import Start, set_back
 from keyfold.core.store import Transaction
 from keyfold.core.topics.topic import Record
 from keyfold.core.workers import consumer_named
@@ -180,6 +181,20 @@ def test_poison_whose_reason_quotes_what_no_store_takes_stops_no_redrive(profile
     letters = profiles.context.store.read(lambda tx: deadletters.listed(tx))
     assert [letter.tries for letter in letters] == [2, 2]
     assert "a mistake in a handler: a�b" in letters[0].reason
+
+
+@pytest.mark.spec("CORE-09", "PRO-02")
+def test_a_log_is_read_again_also_where_some_of_it_is_set_aside(profiles: Profiles) -> None:
+    """Nothing waits behind such an event; counted at last, it is a repeat to whoever drives it again."""
+    profiles.send("visit", {"event_id": "no time"}, event("ahead", 1, [OFFER, 5], time=NOW + 2 * DAY))
+    profiles.clock.advance(2 * DAY)
+    consumer = consumer_named(profiles.context, "profiles-visit")
+    set_back(profiles.context, consumer, Start(position=0), actor="ann")
+    profiles.consume(consumer.name)
+    assert profiles.values(1) == {5: 1.0}
+    again = deadletters.redrive(profiles.context.store, consumer.name, consumer.topic, consumer.apply, ordered=False)
+    assert (again.applied, len(again.failed)) == (1, 1)
+    assert profiles.values(1) == {5: 1.0}
 
 
 @pytest.mark.spec("PRO-02")
