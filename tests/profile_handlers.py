@@ -10,7 +10,7 @@ from keyfold.profiles import Event, Updates, handler
 def count(event: Event, updates: Updates) -> None:
     """`updates`: a list of [counter, key, value, owner]; the last two may be left out."""
     if event.get("raise"):
-        raise RuntimeError("a mistake in a handler")
+        raise RuntimeError(f"a mistake in a handler: {event['raise']}")
     for counter, key, *rest in event.get("updates", []):
         value, owner, *_ = [*rest, *[1, None][len(rest) :]]
         updates.one(counter, key, value, owner)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from keyfold.core.access import ANYONE
 from keyfold.core.errors import Conflict, SettingsWrong, StoreBusy, TooLarge
 from keyfold.core.gather import Ask, Operation
 from keyfold.core.metrics import REGISTRY
+from keyfold.core.replay import Start, set_back
 from keyfold.core.store import Transaction
 from keyfold.core.topics.topic import Record
 from keyfold.core.workers import consumer_named
@@ -168,6 +170,31 @@ def test_poison_of_a_topic_is_set_aside_with_its_reason_and_can_be_driven_again(
     consumer = consumer_named(profiles.context, "profiles-visit")
     again = deadletters.redrive(profiles.context.store, consumer.name, consumer.topic, consumer.apply, ordered=False)
     assert (again.applied, len(again.failed)) == (0, 2)
+
+
+@pytest.mark.spec("CORE-09", "PRO-02")
+def test_poison_whose_reason_quotes_what_no_store_takes_stops_no_redrive(profiles: Profiles) -> None:
+    profiles.send("visit", event("bad", 1, **{"raise": "a\0b"}), event("good", 1, [OFFER, -3]))
+    consumer = consumer_named(profiles.context, "profiles-visit")
+    again = deadletters.redrive(profiles.context.store, consumer.name, consumer.topic, consumer.apply, ordered=False)
+    assert (again.applied, len(again.failed)) == (0, 2)
+    letters = profiles.context.store.read(lambda tx: deadletters.listed(tx))
+    assert [letter.tries for letter in letters] == [2, 2]
+    assert "a mistake in a handler: a�b" in letters[0].reason
+
+
+@pytest.mark.spec("CORE-09", "PRO-02")
+def test_a_log_is_read_again_also_where_some_of_it_is_set_aside(profiles: Profiles) -> None:
+    """Nothing waits behind such an event; counted at last, it is a repeat to whoever drives it again."""
+    profiles.send("visit", {"event_id": "no time"}, event("ahead", 1, [OFFER, 5], time=NOW + 2 * DAY))
+    profiles.clock.advance(2 * DAY)
+    consumer = consumer_named(profiles.context, "profiles-visit")
+    set_back(profiles.context, consumer, Start(position=0), actor="ann")
+    profiles.consume(consumer.name)
+    assert profiles.values(1) == {5: 1.0}
+    again = deadletters.redrive(profiles.context.store, consumer.name, consumer.topic, consumer.apply, ordered=False)
+    assert (again.applied, len(again.failed)) == (1, 1)
+    assert profiles.values(1) == {5: 1.0}
 
 
 @pytest.mark.spec("PRO-02")
@@ -642,14 +669,16 @@ def test_a_sweep_does_not_load_profiles_that_have_segments(profiles: Profiles, m
     assert locked == [("user", "2"), ("user", "1")], "without segments it goes"
 
 
+def take_segments_by_topic(profiles: Profiles, version: int, *names: str) -> None:
+    entries = [{"segment_id": name, "evaluation_version": version} for name in names]
+    put(profiles.context, "cdp-segments-log", [message("1", version, msgspec.json.encode({"segments": entries}))])
+    profiles.relay("cdp-segments-log")
+    profiles.consume("profiles-segments")
+
+
 @pytest.mark.spec("PRO-11")
 def test_segment_sets_are_taken_whole_by_version_and_bounded(profiles: Profiles) -> None:
-    def sent(version: int, *names: str) -> None:
-        entries = [{"segment_id": name, "evaluation_version": version} for name in names]
-        put(profiles.context, "cdp-segments-log", [message("1", version, msgspec.json.encode({"segments": entries}))])
-        profiles.relay("cdp-segments-log")
-        profiles.consume("profiles-segments")
-
+    sent = partial(take_segments_by_topic, profiles)
     sent(3, "x", "y")
     profiles.count(event("1", 1, [OFFER, 5]))
     sent(2, "old")
@@ -660,6 +689,17 @@ def test_segment_sets_are_taken_whole_by_version_and_bounded(profiles: Profiles)
     sent(5)
     assert profiles.read(1).segments == []
     assert [len(each.segments) for each in published(profiles)] == [2, 2, 500, 0]
+
+
+@pytest.mark.spec("PRO-11", "CORE-09")
+def test_a_set_of_segments_that_cannot_be_read_keeps_no_newer_one_waiting(profiles: Profiles) -> None:
+    put(profiles.context, "cdp-segments-log", [message("1", 3, b"not json")])
+    profiles.relay("cdp-segments-log")
+    profiles.consume("profiles-segments")
+    take_segments_by_topic(profiles, 4, "x")
+    assert profiles.read(1).segments == [("x", 4)], "it is whole: nothing of the one before is needed"
+    letters = profiles.context.store.read(lambda tx: deadletters.listed(tx))
+    assert [(letter.version, letter.state) for letter in letters] == [(3, deadletters.DEAD)]
 
 
 @pytest.mark.spec("PRO-12")
@@ -972,6 +1012,33 @@ def test_a_sweep_judges_by_the_catalog_of_today_and_leaves_what_it_does_not_know
         assert profiles.values(2, counter=630) == {5: 1.0}
 
 
+@pytest.mark.spec("PRO-12", "CNT-19")
+def test_what_a_sweep_leaves_after_a_change_of_the_catalog_is_not_written_at_every_walk(
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(store_url) as profiles:
+        profiles.count(event("1", 1, [OFFER, 5]), event("2", 2, [630, 5], [OFFER, 5]), log="order")
+    longer = with_changed_catalog(tmp_path, "longer", "MaxRecords: 30 ExpireDays: 60", "MaxRecords: 30 ExpireDays: 61")
+    load_for_writing, locked = sweeping.loaded, list[Any]()
+
+    def loaded(tx: Transaction, product: Any, keys: Any, *, items: int) -> Any:
+        locked.extend(keys)
+        return load_for_writing(tx, product, keys, items=items)
+
+    monkeypatch.setattr(sweeping, "loaded", loaded)
+    with opened(store_url, catalog=longer) as profiles:
+        profiles.clock.advance(60 * DAY + 1)
+        for _ in range(3):
+            swept(Sweep(profiles.context, profiles.product))
+            profiles.clock.advance(600)
+        assert locked == [("user", "1")]
+        assert profiles.values(1) == {5: 1.0}
+        profiles.clock.advance(DAY)
+        swept(Sweep(profiles.context, profiles.product))
+        assert profiles.read(1).version == 0, "a day later it is looked at again, and goes"
+        assert len(published(profiles)) == 3, "to leave it was no change"
+
+
 @pytest.mark.spec("PRO-04", "PRO-07", "CNT-19")
 def test_held_back_updates_of_a_counter_that_left_the_catalog_disturb_nobody(store_url: str, tmp_path: Path) -> None:
     with opened(store_url) as profiles:
@@ -982,6 +1049,24 @@ def test_held_back_updates_of_a_counter_that_left_the_catalog_disturb_nobody(sto
         assert profiles.values(1, 2) == {5: 1.0}
     with opened(store_url) as profiles:
         assert profiles.values(1, 2, counter=EXACT)[5] == 14
+
+
+@pytest.mark.spec("PRO-04", "PRO-07", "CNT-19")
+def test_what_waits_for_a_counter_that_nobody_may_write_any_more_is_released_all_the_same(
+    store_url: str, tmp_path: Path
+) -> None:
+    with opened(store_url) as profiles:
+        profiles.count(event("1", 1, [EXACT, 5, 7, A]), event("2", 2, [EXACT, 5, 7, A]), log="order")
+    named = "CI_OFFER_ORDERS_EXACT = 602 [(CounterDescription) = {"
+    read_only = with_changed_catalog(tmp_path, "read_only", named, f"{named} NoOperation: true")
+    with opened(store_url, catalog=read_only) as profiles:
+        assert profiles.statuses(event("3", 1, [EXACT, 5]), event("4", 1, [OFFER, 5]), log="order") == [
+            "refused",
+            "counted",
+        ]
+        assert profiles.values(1, counter=EXACT) == {5: 7}
+        profiles.count(event("5", 3, [OFFER, 5, 1, B]))
+        assert profiles.values(2, 3, counter=EXACT) == {5: 7}, "as where its owners confirm each other in an answer"
 
 
 @pytest.mark.spec("PRO-05", "PRO-07")

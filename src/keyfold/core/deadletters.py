@@ -220,8 +220,13 @@ def _failed_again(tx: Transaction, letter: DeadLetter, reason: str) -> None:
     tx.execute(
         sa.update(DEAD_LETTERS)
         .where(*_this(letter))
-        .values(state=DEAD, reason=reason[:REASON_CHARACTERS_MAX], tries=DEAD_LETTERS.c.tries + 1)
+        .values(state=DEAD, reason=_as_kept(reason), tries=DEAD_LETTERS.c.tries + 1)
     )
+
+
+def _as_kept(reason: str) -> str:
+    """A reason may quote anything; no store takes half a character, and PostgreSQL no NUL."""
+    return reason[:REASON_CHARACTERS_MAX].replace("\0", "�").encode(errors="replace").decode()
 
 
 def _move_gate(tx: Transaction, consumer: str, topic: str, key: str, by: int) -> None:
@@ -268,7 +273,7 @@ def _insert(
         "event_time_us": [record.message.event_time_us for record in records],
         "payload": [record.message.payload for record in records],
         "state": [state] * count,
-        "reason": [reason.replace("\0", "�")[:REASON_CHARACTERS_MAX]] * count,
+        "reason": [_as_kept(reason)] * count,
         "tries": [tries] * count,
         "set_aside_at_us": [tx.now_us] * count,
     }

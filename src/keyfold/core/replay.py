@@ -74,7 +74,8 @@ def set_back(context: Context, consumer: Consumer, start: Start, *, actor: str) 
                 if after < stood.position:
                     # Before the look: the row's lock keeps the consumer from setting a message aside after it.
                     progress.rewind(tx, consumer.job, partition, after)
-                    _must_be_free_of_letters(tx, consumer, partition, after)
+                    if consumer.ordered:  # elsewhere nothing waits behind a letter, and it is kept once
+                        _must_be_free_of_letters(tx, consumer, partition, after)
                 moved.append(SetBack(partition, stood.position, after))
         audit.record(tx, actor, "consumer set back", f"{consumer.name} of {consumer.topic} to {start}")
         return moved

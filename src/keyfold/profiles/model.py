@@ -228,7 +228,9 @@ def ask(
         except Exception as error:
             asked.take_back(number, begin)
             end = begin
-            refused[log, event.id] = str(error if isinstance(error, KeyfoldError) else _failed(each, error))
+            reason = str(error if isinstance(error, KeyfoldError) else _failed(each, error))
+            # It may quote what no answer takes: half a character, of a text that the handler has read out of the event.
+            refused[log, event.id] = reason.encode(errors="replace").decode()
     asked.is_owned = any(updates.is_owned for own in writers.values() for _, _, _, updates, _ in own)
     return asked, refused
 

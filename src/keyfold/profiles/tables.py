@@ -16,7 +16,7 @@ PROFILES = table(
     sa.Column("segments", Bytes, nullable=False),
     sa.Column("segments_version", Int64, nullable=False),
     sa.Column("held_at_us", Int64, nullable=False),  # when something of this profile was last held back; 0: never
-    sa.Column("expires_at", Int64, nullable=False),  # unix seconds, after which every key has expired
+    sa.Column("expires_at", Int64, nullable=False),  # unix seconds, after which a sweep looks whether every key has
     distribute_by="profile_id",
 )
 

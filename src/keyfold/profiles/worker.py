@@ -35,10 +35,12 @@ def consumers(context: Context) -> list[Consumer]:
         return []
     warm(product)
     logs = [_log_consumer(product, log) for log in product.handlers.logs]
+    # A set is whole, and goes by its version: nothing needs to wait behind one that cannot be read.
     segments = Consumer(
         name="profiles-segments",
         topic=product.settings.segments_topic,
         apply=lambda tx, records: apply_segments(tx, product, records),
+        ordered=False,
         replayable=True,
     )
     return [*logs, segments]

@@ -14,8 +14,8 @@ def count(event: Event, updates: Updates) -> None:
 
 
 def count_other(event: Event, updates: Updates) -> None:
-    if event.get("other") == "broken":
-        raise RuntimeError("broken")
+    if str(event.get("other")).startswith("broken"):
+        raise RuntimeError(event["other"])
     updates.many(OFFER, event.get("other", ()))
 
 
@@ -44,12 +44,14 @@ def test_what_was_asked_for_before_a_handler_failed_is_gone() -> None:
         {"profile_id": "", "keys": [3]},
         {"profile_id": "c", "keys": range(UPDATES_MAX + 1)},
         {"profile_id": "a", "keys": [4]},
+        {"profile_id": "a", "keys": [5], "other": "broken \ud83d"},
     )
     assert rows(found) == [("e1", "b", 2, 0), ("e4", "a", 4, 0)]
-    assert [name for _, name in refused] == ["e0", "e2", "e3"]
+    assert [name for _, name in refused] == ["e0", "e2", "e3", "e5"]
     assert refused["order", "e0"] == "the handler count_other failed: RuntimeError: broken"
     assert "an id must be" in refused["order", "e2"]
     assert "are allowed" in refused["order", "e3"]
+    assert refused["order", "e5"] == "the handler count_other failed: RuntimeError: broken ?", "what an answer can say"
 
 
 def test_a_number_names_the_profile_of_the_same_text_and_a_truth_value_none() -> None:

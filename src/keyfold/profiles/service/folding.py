@@ -93,7 +93,7 @@ def _updates(
 
 def _folded(product: Product, bodies: Sequence[bytes], updates: Updates, now: int) -> Folded:
     return fold(
-        product.catalog,
+        product.writable,
         bodies,
         updates,
         now=now,

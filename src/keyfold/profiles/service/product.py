@@ -4,6 +4,8 @@ import weakref
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from msgspec import structs
+
 from keyfold.core.context import Context
 from keyfold.core.errors import SettingsWrong
 from keyfold.core.limits import Limits
@@ -34,6 +36,8 @@ class Product:
         self.handlers = handlers
         self.topics = topics
         self.writing = handlers.writing(catalog)
+        # What is folded was judged when a handler asked for it: what waited since then may be NoOperation by now.
+        self.writable = Catalog([structs.replace(each, no_operation=False) for each in catalog.counters.values()])
         self.delayed = {
             counter_id: group
             for group in catalog.groups.values()

@@ -131,8 +131,7 @@ def save(tx: Transaction, changed: Mapping[ProfileKey, Stored], columns: Sequenc
 
 
 def _columns(rows: Mapping[ProfileKey, Stored], names: Sequence[str]) -> dict[str, Sequence[Any]]:
-    values = zip(*map(attrgetter(*names), rows.values()), strict=True)
-    return {**keys_of(rows), **dict(zip(names, values, strict=True))}
+    return {**keys_of(rows), **{name: list(map(attrgetter(name), rows.values())) for name in names}}
 
 
 def publish(tx: Transaction, product: Product, profiles: Mapping[ProfileKey, Stored]) -> None:

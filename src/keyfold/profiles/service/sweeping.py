@@ -87,6 +87,7 @@ def delete_expired(tx: Transaction, product: Product, after: ProfileKey, rows_ma
     may_go = {key: row for key, row in stored.items() if _may_go(row, now, oldest_us)}
     bills = {key: bill for key, row in may_go.items() if (bill := _bill(product, row, now)) is not None}
     _let_go(tx, product, {key: stored[key] for key in bills})
+    _leave_for_a_day(tx, {key: row for key, row in may_go.items() if row.version and key not in bills}, now)
     tx.after_commit.extend(partial(metrics.count_lost, product.catalog, bill) for bill in bills.values())
     return Step(last, len(bills))
 
@@ -135,6 +136,13 @@ def _let_go(tx: Transaction, product: Product, rows: dict[ProfileKey, Stored]) -
     save(tx, kept, COUNTED)
     delete(tx, PROFILES, keys_of(key for key in rows if key not in kept))
     tx.after_commit.append(lambda: metrics.PROFILES_EXPIRED.inc(len(public)))
+
+
+def _leave_for_a_day(tx: Transaction, rows: dict[ProfileKey, Stored], now: int) -> None:
+    """What has proved to stay would be loaded for writing at every walk, only to find that out again."""
+    for row in rows.values():
+        row.expires_at = now + DAY_SECONDS
+    save(tx, rows, ("expires_at",))
 
 
 def _raise_floors(tx: Transaction, public: dict[ProfileKey, Stored]) -> None:
