@@ -271,6 +271,9 @@ def test_the_commands_read_explain_and_export(served: Served, tmp_path: Path, in
     assert "CI_OFFER_INTEREST_COUNT" in profiles("explain", "user", "61", "--counter", "600").stdout
     done = profiles("export", str(tmp_path / "all.parquet"), "--type", "user")
     assert "profiles are in" in done.stdout, done.stderr
+    refused = profiles("export", str(tmp_path / f"{'a' * 250}.parquet"))
+    assert refused.returncode
+    assert "cannot be written: File name too long" in refused.stderr
     spoil = sa.update(PROFILE_ROWS).where(PROFILE_ROWS.c.profile_id == "61").values(body=b"\xff")
     store = Store.open(served.store_url)
     store.transact(lambda tx: tx.execute(spoil))

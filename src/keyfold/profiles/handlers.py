@@ -126,7 +126,7 @@ class Updates:
             )
         if isinstance(owner, str):
             return owner_of(owner)
-        if not isinstance(owner, int) or not 0 < owner <= UINT64_MAX:
+        if type(owner) is not int or not 0 < owner <= UINT64_MAX:  # True is no owner
             raise ValueWrong(f"the owner {owner!r:.50} is neither a domain nor a number that owner_of gives")
         return owner
 

@@ -58,7 +58,7 @@ def test_what_cannot_be_kept_is_refused_where_it_is_said(updates: Updates) -> No
         updates.one(539, 1)
     with pytest.raises(UpdateRefused, match="belongs to profiles of type banner, not user"):
         updates.one(700, 1)
-    for owner in ("", " ", 0, -1, 2**64, 1.5):
+    for owner in ("", " ", 0, -1, 2**64, 1.5, True):
         with pytest.raises((ValueWrong, UpdateRefused)):
             updates.one(OFFER, 1, owner=owner)  # type: ignore[arg-type]
     with pytest.raises(UpdateRefused, match="has no MaxDelayedRecords"):

@@ -34,6 +34,15 @@ def export(
 
     The file is written aside, synced and renamed: whoever looks sees the old one or the whole new one.
     """
+    try:
+        return _exported(store, product, path, profile_type, report)
+    except OSError as error:
+        raise BadInput(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def _exported(
+    store: Store, product: Product, path: Path, profile_type: str | None, report: Callable[[int], None]
+) -> Exported:
     arrow, parquet = arrow_and_parquet()
     if path.exists() and not path.is_file():
         raise Conflict(f"{path} is there and is not a file")
