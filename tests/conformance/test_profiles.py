@@ -468,6 +468,22 @@ def test_a_merged_answer_is_the_same_whatever_the_order_of_the_ids(store_url: st
 
 
 @pytest.mark.spec("PRO-07", "CNT-16")
+def test_an_id_that_is_named_twice_is_one_profile(profiles: Profiles) -> None:
+    not_glued = next(c.id for c in profiles.product.catalog.counters.values() if c.not_glued and not c.no_operation)
+    log = profiles.product.catalog[not_glued].input_types[0]
+    profiles.count(event("1", 1, [OFFER, 5, 2.0], [OFFER, 6, 1, A]), event("2", 2, [OFFER, 5], [OFFER, 6, 1, B]))
+    profiles.count(event("3", 1, [not_glued, 5]), log=log)
+    for ids, found in (((1, 1), {5: 2.0}), ((1, 2, 1, 2), {5: 3.0, 6: 2.0})):
+        assert profiles.values(*ids) == found
+        assert profiles.read(*ids) == profiles.read(*dict.fromkeys(ids))
+        view = view_of(profiles.product, UNRESTRICTED, [OFFER])
+        people = [[("user", str(each)) for each in ids]]
+        numbers, _ = profiles.context.store.read(lambda tx, p=people: read_numbers(tx, profiles.product, p, view))
+        assert dict(zip(numbers.key.tolist(), numbers.value.tolist(), strict=True)) == found
+    assert profiles.values(1, 1, counter=not_glued) == {5: 1.0}, "as of a single id"
+
+
+@pytest.mark.spec("PRO-07", "CNT-16")
 def test_what_owners_release_of_a_not_glued_counter_is_not_in_a_merge(store_url: str, tmp_path: Path) -> None:
     exactly = '    Description: "orders of an offer, exactly"\n'
     changed = with_changed_catalog(tmp_path, "not_glued", exactly, exactly + "    NotGlued: true\n")

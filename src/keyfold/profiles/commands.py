@@ -62,7 +62,7 @@ def get(
     )
     view = view_of(product, everything, [_counter(each) for each in counter] if counter else None, at_now=now)
     _must_be_type(product, profile_type)
-    keys = list(dict.fromkeys((profile_type, profile_id_of(each)) for each in ids))
+    keys = [(profile_type, profile_id_of(each)) for each in ids]
     (read,) = context.store.read(lambda tx: read_profiles(tx, product, [(keys, view)]))
     shown = [
         Shown(

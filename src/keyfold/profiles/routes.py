@@ -248,11 +248,7 @@ def _looks_at_what_waits(product: Product, ask: Ask) -> bool:
 
 
 def _keys(person: Person) -> list[ProfileKey]:
-    """The same id twice is one profile."""
-    if len(person.ids) == 1:
-        (only,) = person.ids
-        return [(only.type, str(only.id))]
-    return list(dict.fromkeys((each.type, str(each.id)) for each in person.ids))
+    return [(each.type, str(each.id)) for each in person.ids]
 
 
 def _client(product: Product, ask: Ask) -> ClientView:

@@ -95,8 +95,9 @@ def view_of(
 def read_profiles(
     tx: Transaction, product: Product, entries: Sequence[tuple[Sequence[ProfileKey], View]]
 ) -> list[Read]:
-    """Each entry is one person: the profiles of all its ids, merged."""
+    """Each entry is one person: the profiles of all its ids, merged; the same id twice is one profile."""
     now = tx.now_us // 1_000_000
+    entries = [(ids if len(ids) == 1 else list(dict.fromkeys(ids)), view) for ids, view in entries]
     keys = dict.fromkeys([key for ids, _ in entries for key in ids])
     found = _stored(tx, product, keys, ("body", "segments", "public_version"))
     # Whoever is read with others is looked up among the held back whether or not anything is there.
