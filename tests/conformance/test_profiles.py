@@ -467,6 +467,18 @@ def test_a_merged_answer_is_the_same_whatever_the_order_of_the_ids(store_url: st
             assert profiles.values(*ids) == {5: pytest.approx(everything)}, "the second confirms both others"
 
 
+@pytest.mark.spec("PRO-07", "PRO-04", "CNT-08")
+def test_what_owners_release_in_a_merge_confirms_nothing_more_once_it_has_expired(store_url: str) -> None:
+    with opened(store_url, merge_days=10, event_days=3650) as profiles:
+        expired, latest = NOW - 61 * DAY, NOW - 55 * DAY
+        apart = [("b", 1, B, expired - 8 * DAY), ("a", 2, A, expired), ("alone", 3, A, latest)]
+        profiles.count(*[event(each, one, [OFFER, 5, 1, owner], time=time) for each, one, owner, time in apart])
+        profiles.count(*[event(f"{each}4", 4, [OFFER, 5, 1, owner], time=time) for each, _, owner, time in apart])
+        assert profiles.values(1, 2, 3) == profiles.values(4) == {}, "as where one profile has all three"
+        profiles.clock.advance(-2 * DAY)
+        assert profiles.values(1, 2, 3).keys() == {5}, "while the key of the first two is live, it is a source"
+
+
 @pytest.mark.spec("PRO-07", "CNT-16")
 def test_an_id_that_is_named_twice_is_one_profile(profiles: Profiles) -> None:
     not_glued = next(c.id for c in profiles.product.catalog.counters.values() if c.not_glued and not c.no_operation)

@@ -270,8 +270,10 @@ def merged_profile(
     for profile in held:
         for group_id, each in profile:
             by_place.setdefault((group_id, each.key), []).append(each)
-    for _, waiting in sorted(by_place.items()):
-        freed = released_by_merge(waiting, product.settings.merge_seconds)
+    for (group_id, _), waiting in sorted(by_place.items()):
+        expire_seconds = product.catalog.groups[group_id].expire_seconds
+        expired_before = None if expire_seconds is None else now - expire_seconds
+        freed = released_by_merge(waiting, product.settings.merge_seconds, expired_before)
         for each in sorted(freed, key=lambda one: -one.time):
             counter = product.catalog[each.counter_id]
             if not counter.not_glued:
