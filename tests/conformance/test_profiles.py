@@ -1,5 +1,6 @@
 """Profiles on every store: each event once, owned data held back and released, merged reads, sweeps, exports."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from itertools import permutations
@@ -13,7 +14,7 @@ import sqlalchemy as sa
 from keyfold.core import deadletters
 from keyfold.core.access import ANYONE
 from keyfold.core.errors import Conflict, SettingsWrong, StoreBusy, TooLarge
-from keyfold.core.gather import Ask, Operation
+from keyfold.core.gather import Ask, Gatherer, Operation
 from keyfold.core.metrics import REGISTRY
 from keyfold.core.store import Transaction
 from keyfold.core.topics.topic import Record
@@ -24,7 +25,7 @@ from keyfold.counters.messages_pb2 import Profile
 from keyfold.counters.model import decayed
 from keyfold.profiles.answers import as_json, as_protobuf, as_structs
 from keyfold.profiles.routes import ReadBody, routes
-from keyfold.profiles.service import folding, sweeping
+from keyfold.profiles.service import folding, reading, sweeping
 from keyfold.profiles.service.explaining import explain
 from keyfold.profiles.service.exporting import export
 from keyfold.profiles.service.reading import read_numbers, read_profiles, view_of
@@ -44,6 +45,18 @@ EXACT = 602  # an exact sum beside OFFER
 def profiles(store_url: str) -> Iterator[Profiles]:
     with opened(store_url) as product:
         yield product
+
+
+def answered(profiles: Profiles, *ids: int) -> bytes:
+    """One person, as the endpoint answers."""
+    (operation,) = (each.run for each in routes(profiles.context) if each.path == "/v1/profiles")
+    assert isinstance(operation, Operation)
+    body = msgspec.convert({"profiles": [{"ids": [{"type": "user", "id": each} for each in ids]}]}, ReadBody)
+    gatherer = Gatherer(profiles.context.store, profiles.context.limits)
+    try:
+        return asyncio.run(gatherer.ask(operation, Ask(client=ANYONE, body=body))).body
+    finally:
+        gatherer.close()
 
 
 def rows_of(profiles: Profiles, table: sa.Table) -> int:
@@ -485,10 +498,10 @@ def test_an_id_that_is_named_twice_is_one_profile(profiles: Profiles) -> None:
     log = profiles.product.catalog[not_glued].input_types[0]
     profiles.count(event("1", 1, [OFFER, 5, 2.0], [OFFER, 6, 1, A]), event("2", 2, [OFFER, 5], [OFFER, 6, 1, B]))
     profiles.count(event("3", 1, [not_glued, 5]), log=log)
+    view = view_of(profiles.product, UNRESTRICTED, [OFFER])
     for ids, found in (((1, 1), {5: 2.0}), ((1, 2, 1, 2), {5: 3.0, 6: 2.0})):
         assert profiles.values(*ids) == found
         assert profiles.read(*ids) == profiles.read(*dict.fromkeys(ids))
-        view = view_of(profiles.product, UNRESTRICTED, [OFFER])
         people = [[("user", str(each)) for each in ids]]
         numbers, _ = profiles.context.store.read(lambda tx, p=people: read_numbers(tx, profiles.product, p, view))
         assert dict(zip(numbers.key.tolist(), numbers.value.tolist(), strict=True)) == found
@@ -1041,6 +1054,26 @@ def test_reads_that_look_at_what_waits_are_gathered_apart_from_the_others(tmp_pa
         for people, is_apart in (([1, 1], False), ([2], True), ([1, 2, 1], True)):
             body = {"profiles": [{"ids": [{"type": "user", "id": n} for n in range(count)]} for count in people]}
             assert reading.is_apart(Ask(client=ANYONE, body=msgspec.convert(body, ReadBody))) == is_apart
+
+
+@pytest.mark.spec("PRO-07", "PRO-04")
+def test_a_merged_answer_is_of_one_moment_though_something_is_released_meanwhile(
+    profiles: Profiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiles.count(event("1", 1, [OFFER, 5, 2.0, A]), event("2", 2, [OFFER, 5, 1.0, B]))
+    before, several_owners = answered(profiles, 1, 2), reading.several_owners
+
+    def releasing(*given: Any) -> Any:
+        monkeypatch.undo()
+        release = threading.Thread(target=profiles.count, args=[event("3", 1, [OFFER, 5, 10.0])])
+        release.start()
+        release.join()
+        return several_owners(*given)
+
+    monkeypatch.setattr(reading, "several_owners", releasing)
+    assert answered(profiles, 1, 2) == before
+    assert profiles.values(1) == {5: 12.0}
+    assert answered(profiles, 1, 2) != before
 
 
 @pytest.mark.spec("PRO-07")

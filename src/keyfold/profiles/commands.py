@@ -63,7 +63,7 @@ def get(
     view = view_of(product, everything, [_counter(each) for each in counter] if counter else None, at_now=now)
     _must_be_type(product, profile_type)
     keys = [(profile_type, profile_id_of(each)) for each in ids]
-    (read,) = context.store.read(lambda tx: read_profiles(tx, product, [(keys, view)]))
+    (read,) = context.store.snapshot(lambda tx: read_profiles(tx, product, [(keys, view)]))
     shown = [
         Shown(
             product.catalog[counter_id].name, counter_id, key, value, product.catalog[counter_id].kind is Kind.FIXED32
@@ -94,7 +94,7 @@ def explain(
     product, context = _product(ctx)
     _must_be_type(product, profile_type)
     which = None if counter is None else _counter(counter)
-    held = context.store.read(lambda tx: explained(tx, product, (profile_type, profile_id), which, key))
+    held = context.store.snapshot(lambda tx: explained(tx, product, (profile_type, profile_id), which, key))
     table = [
         {
             "counter": each.counter or each.counter_id,

@@ -95,7 +95,11 @@ def view_of(
 def read_profiles(
     tx: Transaction, product: Product, entries: Sequence[tuple[Sequence[ProfileKey], View]]
 ) -> list[Read]:
-    """Each entry is one person: the profiles of all its ids, merged; the same id twice is one profile."""
+    """Each entry is one person: the profiles of all its ids, merged; the same id twice is one profile.
+
+    Where ids are merged, all is to be read of one moment (`Store.snapshot`): what is released after the profiles were
+    read, and before what waits is, would be in neither.
+    """
     now = tx.now_us // 1_000_000
     entries = [(ids if len(ids) == 1 else list(dict.fromkeys(ids)), view) for ids, view in entries]
     keys = dict.fromkeys([key for ids, _ in entries for key in ids])
