@@ -28,6 +28,7 @@ from keyfold.profiles.routes import ReadBody, routes
 from keyfold.profiles.service import folding, reading, sweeping
 from keyfold.profiles.service.explaining import explain
 from keyfold.profiles.service.exporting import export
+from keyfold.profiles.service.holding import several_owners
 from keyfold.profiles.service.reading import read_numbers, read_profiles, view_of
 from keyfold.profiles.service.segments import apply_segments
 from keyfold.profiles.service.storing import Stored
@@ -1046,6 +1047,18 @@ def test_what_waits_unconfirmed_is_not_even_fetched_by_a_merged_read(
     assert fetched == without == [2, 0]
 
 
+@pytest.mark.spec("PRO-07")
+def test_a_merge_looks_at_each_place_only_at_the_ids_that_wait_there(profiles: Profiles) -> None:
+    waiting = [(one, 10 * (one // 2) + n, (A, B)[one % 2]) for one in range(20) for n in range(10)]
+    profiles.count(*[event(f"{one}-{key}", one, [OFFER, key, 1, owner]) for one, key, owner in waiting])
+    profiles.count(event("alone", 1, [OFFER, 1000, 1, A]), event("one", 2, [OFFER, 1001, 1, B]))
+    profiles.count(event("other", 50, [OFFER, 1001, 1, A]))
+    people = [[("user", str(each)) for each in ids] for ids in (range(20), (0, 1), (1, 2))]
+    found = profiles.context.store.read(lambda tx: several_owners(tx, profiles.product, people))
+    assert found == sorted(("user", str(one), OFFER_TIME, key) for one, key, _ in waiting)
+    assert len(profiles.values(*range(20))) == 30
+
+
 @pytest.mark.spec("PRO-05", "PRO-08")
 def test_reads_that_look_at_what_waits_are_gathered_apart_from_the_others(tmp_path: Path) -> None:
     with opened(f"sqlite:///{tmp_path / 'k.db'}") as profiles:
@@ -1061,7 +1074,7 @@ def test_a_merged_answer_is_of_one_moment_though_something_is_released_meanwhile
     profiles: Profiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profiles.count(event("1", 1, [OFFER, 5, 2.0, A]), event("2", 2, [OFFER, 5, 1.0, B]))
-    before, several_owners = answered(profiles, 1, 2), reading.several_owners
+    before = answered(profiles, 1, 2)
 
     def releasing(*given: Any) -> Any:
         monkeypatch.undo()
