@@ -74,7 +74,7 @@ def get(
     ]
     got = Got(profile_type, ids[0], read.version, shown, [name for name, _ in read.segments], read.problem)
     head = f"{profile_type} {', '.join(printable(each) for each in ids)}: "
-    head += f"version {read.version}" if read.version else "nothing is known"
+    head += f"version {read.version}" if read.version or shown else "nothing is known"
     segments = [f"segments: {', '.join(printable(each) for each in got.segments)}"] if got.segments else []
     notes = [f"its counters cannot be read: {printable(read.problem)}"] if read.problem else []
     return Answer(data=got, table=[_row(each) for each in shown], lines=[head, *segments], notes=notes)

@@ -51,7 +51,7 @@ class View(Struct, frozen=True):
 
 
 class Read(Struct, frozen=True, gc=False):
-    """One answered profile; version 0: nothing is known of it."""
+    """One answered profile; version 0: nothing public is stored of it."""
 
     key: ProfileKey
     packs: list[Pack]
