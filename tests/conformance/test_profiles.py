@@ -1,6 +1,7 @@
 """Profiles on every store: each event once, owned data held back and released, merged reads, sweeps, exports."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Iterator
 from itertools import permutations
@@ -592,8 +593,6 @@ def test_a_legacy_client_gets_the_older_form_and_everyone_else_packs(profiles: P
 
 @pytest.mark.spec("CNT-16")
 def test_rare_keys_weigh_more_by_how_many_profiles_have_them(profiles: Profiles) -> None:
-    import math
-
     idf = next(c for c in profiles.product.catalog.counters.values() if c.idf)
     events = [event(f"{n}", n, [idf.id, 1], *([[idf.id, 2]] if n == 0 else [])) for n in range(9)]
     profiles.count(*events, log=idf.input_types[0])
@@ -1527,6 +1526,24 @@ def test_before_the_first_count_nothing_is_weighed(profiles: Profiles) -> None:
     profiles.count(event("1", 1, [idf.id, 1, 2.5]), log=idf.input_types[0])
     view = view_of(profiles.product, UNRESTRICTED, [idf.id], weighted=True)
     assert profiles.read(1, view=view).packs[0].rows[0][1] == [2.5]
+
+
+@pytest.mark.spec("CNT-16")
+def test_a_counter_that_became_idf_since_the_last_count_is_not_weighed(store_url: str, tmp_path: Path) -> None:
+    idf, later = 610, OFFER
+    with opened(store_url) as profiles:
+        profiles.count(*[event(f"{n}", n, [idf, n], [later, 5, 2.0]) for n in range(9)])
+        assert not Weighing(profiles.context, profiles.product).step()
+        view = view_of(profiles.product, UNRESTRICTED, [idf], weighted=True)
+        assert profiles.read(0, view=view).packs[0].rows[0][1] == [pytest.approx(math.log(10 / 2))], "all are rare"
+    description = '    Description: "interest in an offer, from visits and orders"\n'
+    changed = with_changed_catalog(tmp_path, "idf", description, description + "    Idf: true\n")
+    with opened(store_url, catalog=changed) as profiles:
+        view = view_of(profiles.product, UNRESTRICTED, [later], weighted=True)
+        assert profiles.read(0, view=view).packs[0].rows[0][1] == [2.0], "before its first count"
+        profiles.clock.advance(DAY)
+        assert not Weighing(profiles.context, profiles.product).step()
+        assert profiles.read(0, view=view).packs[0].rows[0][1] == [0.0], "everybody has it"
 
 
 @pytest.mark.spec("PRO-07", "PRO-05")

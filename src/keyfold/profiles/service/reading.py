@@ -347,12 +347,10 @@ def _confirmed(
 def weighted(tx: Transaction, product: Product, read: Sequence[Read], asked: Sequence[bool]) -> list[Read]:
     """Values of Idf counters by the weight of their keys: ln((1 + N) / (1 + df)), as the last run of the job counted.
 
-    Before the first run nothing is weighed. A key that no row speaks of stands in one profile: this one.
+    Before its first run a counter is not weighed. A key that no row speaks of stands in one profile: this one.
     """
     totals = {row.profile_type: row.profiles for row in tx.execute(sa.select(PROFILE_TOTALS))}
-    idf = {
-        c.id: totals[c.profile_type] for c in product.catalog.counters.values() if c.idf and c.profile_type in totals
-    }
+    idf = {each.id: totals[each.profile_type] for each in _counted(tx, product) if each.profile_type in totals}
     places = {
         (counter_id, key)
         for one, is_asked in zip(read, asked, strict=True)
@@ -372,6 +370,15 @@ def weighted(tx: Transaction, product: Product, read: Sequence[Read], asked: Seq
         structs.replace(one, packs=[_weighed(pack, weights, idf) for pack in one.packs]) if is_asked else one
         for one, is_asked in zip(read, asked, strict=True)
     ]
+
+
+def _counted(tx: Transaction, product: Product) -> list[Counter]:
+    """The Idf counters that the last run of the job met: each has a row."""
+    known = [each for each in product.catalog.counters.values() if each.idf]
+    if not known:
+        return []
+    met = tx.execute(sa.select(*[sa.exists().where(KEY_FREQUENCIES.c.counter_id == each.id) for each in known])).one()
+    return [each for each, is_met in zip(known, met, strict=True) if is_met]
 
 
 def _weighed(pack: Pack, weights: Mapping[tuple[int, int], float], idf: Collection[int]) -> Pack:
