@@ -266,6 +266,11 @@ def test_the_commands_read_explain_and_export(served: Served, tmp_path: Path, in
     send(served, "visit", event("x1", 61, [OFFER, 5, 2.0]), event("x2", 61, [OFFER, 6, 1, "a.example"]))
     got = json.loads(profiles("get", "user", "61", "--json").stdout)
     assert [(each["counter_id"], each["key"]) for each in got["counters"]] == [(OFFER, 5), (OFFER_TIME, 5)]
+    send(served, "visit", event("x3", 62, [OFFER, 6, 1, "b.example"]), event("x4", 64, [OFFER, 6, 1, "c.example"]))
+    assert "user 62: nothing is known" in profiles("get", "user", "62").stdout
+    released = profiles("get", "user", "62", "64").stdout
+    assert "nothing is known" not in released, "what owners release of each other is known"
+    assert "CI_OFFER_INTEREST_COUNT" in released
     held = json.loads(profiles("explain", "user", "61", "--json").stdout)
     assert [each["key"] for each in held] == [6]
     assert "CI_OFFER_INTEREST_COUNT" in profiles("explain", "user", "61", "--counter", "600").stdout

@@ -1,5 +1,7 @@
 """Profiles on every store: each event once, owned data held back and released, merged reads, sweeps, exports."""
 
+import asyncio
+import math
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +16,7 @@ import sqlalchemy as sa
 from keyfold.core import deadletters
 from keyfold.core.access import ANYONE
 from keyfold.core.errors import Conflict, SettingsWrong, StoreBusy, TooLarge
-from keyfold.core.gather import Ask, Operation
+from keyfold.core.gather import Ask, Gatherer, Operation
 from keyfold.core.metrics import REGISTRY
 from keyfold.core.replay import Start, set_back
 from keyfold.core.store import Transaction
@@ -26,9 +28,10 @@ from keyfold.counters.messages_pb2 import Profile
 from keyfold.counters.model import decayed
 from keyfold.profiles.answers import as_json, as_protobuf, as_structs
 from keyfold.profiles.routes import ReadBody, routes
-from keyfold.profiles.service import folding, sweeping
+from keyfold.profiles.service import folding, reading, sweeping
 from keyfold.profiles.service.explaining import explain
 from keyfold.profiles.service.exporting import export
+from keyfold.profiles.service.holding import several_owners
 from keyfold.profiles.service.reading import read_numbers, read_profiles, view_of
 from keyfold.profiles.service.segments import apply_segments
 from keyfold.profiles.service.storing import Stored
@@ -46,6 +49,18 @@ EXACT = 602  # an exact sum beside OFFER
 def profiles(store_url: str) -> Iterator[Profiles]:
     with opened(store_url) as product:
         yield product
+
+
+def answered(profiles: Profiles, *ids: int) -> bytes:
+    """One person, as the endpoint answers."""
+    (operation,) = (each.run for each in routes(profiles.context) if each.path == "/v1/profiles")
+    assert isinstance(operation, Operation)
+    body = msgspec.convert({"profiles": [{"ids": [{"type": "user", "id": each} for each in ids]}]}, ReadBody)
+    gatherer = Gatherer(profiles.context.store, profiles.context.limits)
+    try:
+        return asyncio.run(gatherer.ask(operation, Ask(client=ANYONE, body=body))).body
+    finally:
+        gatherer.close()
 
 
 def rows_of(profiles: Profiles, table: sa.Table) -> int:
@@ -494,6 +509,34 @@ def test_a_merged_answer_is_the_same_whatever_the_order_of_the_ids(store_url: st
             assert profiles.values(*ids) == {5: pytest.approx(everything)}, "the second confirms both others"
 
 
+@pytest.mark.spec("PRO-07", "PRO-04", "CNT-08")
+def test_what_owners_release_in_a_merge_confirms_nothing_more_once_it_has_expired(store_url: str) -> None:
+    with opened(store_url, merge_days=10, event_days=3650) as profiles:
+        expired, latest = NOW - 61 * DAY, NOW - 55 * DAY
+        apart = [("b", 1, B, expired - 8 * DAY), ("a", 2, A, expired), ("alone", 3, A, latest)]
+        profiles.count(*[event(each, one, [OFFER, 5, 1, owner], time=time) for each, one, owner, time in apart])
+        profiles.count(*[event(f"{each}4", 4, [OFFER, 5, 1, owner], time=time) for each, _, owner, time in apart])
+        assert profiles.values(1, 2, 3) == profiles.values(4) == {}, "as where one profile has all three"
+        profiles.clock.advance(-2 * DAY)
+        assert profiles.values(1, 2, 3).keys() == {5}, "while the key of the first two is live, it is a source"
+
+
+@pytest.mark.spec("PRO-07", "CNT-16")
+def test_an_id_that_is_named_twice_is_one_profile(profiles: Profiles) -> None:
+    not_glued = next(c.id for c in profiles.product.catalog.counters.values() if c.not_glued and not c.no_operation)
+    log = profiles.product.catalog[not_glued].input_types[0]
+    profiles.count(event("1", 1, [OFFER, 5, 2.0], [OFFER, 6, 1, A]), event("2", 2, [OFFER, 5], [OFFER, 6, 1, B]))
+    profiles.count(event("3", 1, [not_glued, 5]), log=log)
+    view = view_of(profiles.product, UNRESTRICTED, [OFFER])
+    for ids, found in (((1, 1), {5: 2.0}), ((1, 2, 1, 2), {5: 3.0, 6: 2.0})):
+        assert profiles.values(*ids) == found
+        assert profiles.read(*ids) == profiles.read(*dict.fromkeys(ids))
+        people = [[("user", str(each)) for each in ids]]
+        numbers, _ = profiles.context.store.read(lambda tx, p=people: read_numbers(tx, profiles.product, p, view))
+        assert dict(zip(numbers.key.tolist(), numbers.value.tolist(), strict=True)) == found
+    assert profiles.values(1, 1, counter=not_glued) == {5: 1.0}, "as of a single id"
+
+
 @pytest.mark.spec("PRO-07", "CNT-16")
 def test_what_owners_release_of_a_not_glued_counter_is_not_in_a_merge(store_url: str, tmp_path: Path) -> None:
     exactly = '    Description: "orders of an offer, exactly"\n'
@@ -577,8 +620,6 @@ def test_a_legacy_client_gets_the_older_form_and_everyone_else_packs(profiles: P
 
 @pytest.mark.spec("CNT-16")
 def test_rare_keys_weigh_more_by_how_many_profiles_have_them(profiles: Profiles) -> None:
-    import math
-
     idf = next(c for c in profiles.product.catalog.counters.values() if c.idf)
     events = [event(f"{n}", n, [idf.id, 1], *([[idf.id, 2]] if n == 0 else [])) for n in range(9)]
     profiles.count(*events, log=idf.input_types[0])
@@ -1090,6 +1131,18 @@ def test_what_waits_unconfirmed_is_not_even_fetched_by_a_merged_read(
     assert fetched == without == [2, 0]
 
 
+@pytest.mark.spec("PRO-07")
+def test_a_merge_looks_at_each_place_only_at_the_ids_that_wait_there(profiles: Profiles) -> None:
+    waiting = [(one, 10 * (one // 2) + n, (A, B)[one % 2]) for one in range(20) for n in range(10)]
+    profiles.count(*[event(f"{one}-{key}", one, [OFFER, key, 1, owner]) for one, key, owner in waiting])
+    profiles.count(event("alone", 1, [OFFER, 1000, 1, A]), event("one", 2, [OFFER, 1001, 1, B]))
+    profiles.count(event("other", 50, [OFFER, 1001, 1, A]))
+    people = [[("user", str(each)) for each in ids] for ids in (range(20), (0, 1), (1, 2))]
+    found = profiles.context.store.read(lambda tx: several_owners(tx, profiles.product, people))
+    assert found == sorted(("user", str(one), OFFER_TIME, key) for one, key, _ in waiting)
+    assert len(profiles.values(*range(20))) == 30
+
+
 @pytest.mark.spec("PRO-05", "PRO-08")
 def test_reads_that_look_at_what_waits_are_gathered_apart_from_the_others(tmp_path: Path) -> None:
     with opened(f"sqlite:///{tmp_path / 'k.db'}") as profiles:
@@ -1098,6 +1151,26 @@ def test_reads_that_look_at_what_waits_are_gathered_apart_from_the_others(tmp_pa
         for people, is_apart in (([1, 1], False), ([2], True), ([1, 2, 1], True)):
             body = {"profiles": [{"ids": [{"type": "user", "id": n} for n in range(count)]} for count in people]}
             assert reading.is_apart(Ask(client=ANYONE, body=msgspec.convert(body, ReadBody))) == is_apart
+
+
+@pytest.mark.spec("PRO-07", "PRO-04")
+def test_a_merged_answer_is_of_one_moment_though_something_is_released_meanwhile(
+    profiles: Profiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiles.count(event("1", 1, [OFFER, 5, 2.0, A]), event("2", 2, [OFFER, 5, 1.0, B]))
+    before = answered(profiles, 1, 2)
+
+    def releasing(*given: Any) -> Any:
+        monkeypatch.undo()
+        release = threading.Thread(target=profiles.count, args=[event("3", 1, [OFFER, 5, 10.0])])
+        release.start()
+        release.join()
+        return several_owners(*given)
+
+    monkeypatch.setattr(reading, "several_owners", releasing)
+    assert answered(profiles, 1, 2) == before
+    assert profiles.values(1) == {5: 12.0}
+    assert answered(profiles, 1, 2) != before
 
 
 @pytest.mark.spec("PRO-07")
@@ -1538,6 +1611,24 @@ def test_before_the_first_count_nothing_is_weighed(profiles: Profiles) -> None:
     profiles.count(event("1", 1, [idf.id, 1, 2.5]), log=idf.input_types[0])
     view = view_of(profiles.product, UNRESTRICTED, [idf.id], weighted=True)
     assert profiles.read(1, view=view).packs[0].rows[0][1] == [2.5]
+
+
+@pytest.mark.spec("CNT-16")
+def test_a_counter_that_became_idf_since_the_last_count_is_not_weighed(store_url: str, tmp_path: Path) -> None:
+    idf, later = 610, OFFER
+    with opened(store_url) as profiles:
+        profiles.count(*[event(f"{n}", n, [idf, n], [later, 5, 2.0]) for n in range(9)])
+        assert not Weighing(profiles.context, profiles.product).step()
+        view = view_of(profiles.product, UNRESTRICTED, [idf], weighted=True)
+        assert profiles.read(0, view=view).packs[0].rows[0][1] == [pytest.approx(math.log(10 / 2))], "all are rare"
+    description = '    Description: "interest in an offer, from visits and orders"\n'
+    changed = with_changed_catalog(tmp_path, "idf", description, description + "    Idf: true\n")
+    with opened(store_url, catalog=changed) as profiles:
+        view = view_of(profiles.product, UNRESTRICTED, [later], weighted=True)
+        assert profiles.read(0, view=view).packs[0].rows[0][1] == [2.0], "before its first count"
+        profiles.clock.advance(DAY)
+        assert not Weighing(profiles.context, profiles.product).step()
+        assert profiles.read(0, view=view).packs[0].rows[0][1] == [0.0], "everybody has it"
 
 
 @pytest.mark.spec("PRO-07", "PRO-05")

@@ -305,7 +305,7 @@ class Book:
         confirmed = [
             (each.counter, key, each.value, each.time)
             for key, waiting in together.items()
-            for each in self._confirmed(waiting)
+            for each in self._confirmed(waiting, now)
         ]
         parts = [self._profiles[each] for each in found.ids if each in self._profiles]
         merged = Reference(self._catalog, TYPE)
@@ -313,12 +313,14 @@ class Book:
         merged.commits = sum(part.commits for part in parts) + len(confirmed)
         return merged
 
-    def _confirmed(self, waiting: Sequence[Waiting]) -> list[Waiting]:
-        """What of these has a source among them, and what is near the newest of what has."""
+    def _confirmed(self, waiting: Sequence[Waiting], now: int) -> list[Waiting]:
+        """What of these has a source among them, and what is near the newest of what has and is no expired key."""
+        expire_seconds = self._catalog.groups[OFFER_TIME].expire_seconds
         confirmed: list[Waiting] = []
         while True:
             left = [each for each in waiting if each not in confirmed]
-            newest = max((each.time for each in confirmed), default=None)
+            live = [each.time for each in confirmed if expire_seconds is None or now - each.time <= expire_seconds]
+            newest = max(live, default=None)
             free = [each for each in left if self._is_confirmed(each, left, newest)]
             if not free:
                 return confirmed

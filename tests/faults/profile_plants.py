@@ -131,7 +131,7 @@ def _(plot: Plot) -> None:
     plot.name(
         reading,
         "released_by_merge",
-        lambda held, merge_seconds: settled([], None, held, merge_seconds=merge_seconds).released,
+        lambda held, merge_seconds, _: settled([], None, held, merge_seconds=merge_seconds).released,
     )
 
 

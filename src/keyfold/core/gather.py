@@ -119,6 +119,7 @@ class Operation(Struct, frozen=True, kw_only=True):
     weight: Callable[[Ask], int] = _one
     key: Callable[[Ask], str] = _no_key
     is_apart: Callable[[Ask], bool] = _never  # gathered with its like only: the others do not wait for what it takes
+    needs_snapshot: Callable[[Ask], bool] = _never  # of a read: all its statements are to see one moment
     # Of a read: how a request that is alone is answered without a lane, if that takes one small statement.
     question: Callable[[Ask], Question | None] | None = None
 
@@ -312,7 +313,8 @@ class _Lane:
                 return self._store.transact(
                     lambda tx: answers_once(tx, self._operation, asks), name=self._operation.name, once=True
                 )
-            return self._store.read(lambda tx: _encoded(self._operation, self._operation.apply(tx, asks)))
+            read = self._store.snapshot if any(map(self._operation.needs_snapshot, asks)) else self._store.read
+            return read(lambda tx: _encoded(self._operation, self._operation.apply(tx, asks)))
         except Unavailable as error:
             return [error] * len(asks)
         except Exception as error:

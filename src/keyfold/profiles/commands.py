@@ -62,8 +62,8 @@ def get(
     )
     view = view_of(product, everything, [_counter(each) for each in counter] if counter else None, at_now=now)
     _must_be_type(product, profile_type)
-    keys = list(dict.fromkeys((profile_type, profile_id_of(each)) for each in ids))
-    (read,) = context.store.read(lambda tx: read_profiles(tx, product, [(keys, view)]))
+    keys = [(profile_type, profile_id_of(each)) for each in ids]
+    (read,) = context.store.snapshot(lambda tx: read_profiles(tx, product, [(keys, view)]))
     shown = [
         Shown(
             product.catalog[counter_id].name, counter_id, key, value, product.catalog[counter_id].kind is Kind.FIXED32
@@ -74,7 +74,7 @@ def get(
     ]
     got = Got(profile_type, ids[0], read.version, shown, [name for name, _ in read.segments], read.problem)
     head = f"{profile_type} {', '.join(printable(each) for each in ids)}: "
-    head += f"version {read.version}" if read.version else "nothing is known"
+    head += f"version {read.version}" if read.version or shown else "nothing is known"
     segments = [f"segments: {', '.join(printable(each) for each in got.segments)}"] if got.segments else []
     notes = [f"its counters cannot be read: {printable(read.problem)}"] if read.problem else []
     return Answer(data=got, table=[_row(each) for each in shown], lines=[head, *segments], notes=notes)
@@ -94,7 +94,7 @@ def explain(
     product, context = _product(ctx)
     _must_be_type(product, profile_type)
     which = None if counter is None else _counter(counter)
-    held = context.store.read(lambda tx: explained(tx, product, (profile_type, profile_id), which, key))
+    held = context.store.snapshot(lambda tx: explained(tx, product, (profile_type, profile_id), which, key))
     table = [
         {
             "counter": each.counter or each.counter_id,

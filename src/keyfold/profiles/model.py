@@ -369,13 +369,13 @@ def _release(released: list[Held], waiting: _Waiting, latest: int | None, expire
     return latest
 
 
-def released_by_merge(held: Sequence[Held], merge_seconds: int) -> list[Held]:
+def released_by_merge(held: Sequence[Held], merge_seconds: int, expired_before: int | None = None) -> list[Held]:
     """What the held-back updates of one key, of several profiles of one person, release of each other.
 
     All at once, because the ids of a person have no order. Only owners confirm each other here: a public key of
     another id would let anyone who may write to a profile of their own read what others wait with.
     """
-    return settled(held, None, [], merge_seconds=merge_seconds).released
+    return settled(held, None, [], merge_seconds=merge_seconds, expired_before=expired_before).released
 
 
 def _moved(latest: int | None, time: int, expired_before: int | None) -> int | None:

@@ -95,7 +95,7 @@ def routes(context: Context) -> list[Route]:
     def held(ask: Ask) -> Outcome:
         profile = (ask.path["type"], profile_id_of(ask.path["id"], "id"))
         _must_see(product, ask, ClientView(), [profile[0]])
-        return HeldBack(context.store.read(lambda tx: explain(tx, product, profile)))
+        return HeldBack(context.store.snapshot(lambda tx: explain(tx, product, profile)))
 
     return [
         Route(
@@ -227,11 +227,19 @@ def _reading(context: Context, product: Product) -> Operation:
             outcomes.append(Encoded(encode(part, own), ask.media))
         return outcomes
 
-    def is_apart(ask: Ask) -> bool:
+    def looks(ask: Ask) -> bool:
         return _looks_at_what_waits(product, ask)
 
     # An answer that leaves at once must not wait for a look at what is held back, not even for that of its neighbours.
-    return Operation(name="profiles read", apply=apply, writes=False, check=check, weight=_weight, is_apart=is_apart)
+    return Operation(
+        name="profiles read",
+        apply=apply,
+        writes=False,
+        check=check,
+        weight=_weight,
+        is_apart=looks,
+        needs_snapshot=looks,
+    )
 
 
 def _weight(ask: Ask) -> int:
@@ -248,11 +256,7 @@ def _looks_at_what_waits(product: Product, ask: Ask) -> bool:
 
 
 def _keys(person: Person) -> list[ProfileKey]:
-    """The same id twice is one profile."""
-    if len(person.ids) == 1:
-        (only,) = person.ids
-        return [(only.type, str(only.id))]
-    return list(dict.fromkeys((each.type, str(each.id)) for each in person.ids))
+    return [(each.type, str(each.id)) for each in person.ids]
 
 
 def _client(product: Product, ask: Ask) -> ClientView:

@@ -74,7 +74,7 @@ COUNTER_KINDS = table(
     distribute_by=EVERYWHERE,
 )
 
-# In how many profiles a key of an Idf counter stands, where it is more than one.
+# In how many profiles a key of an Idf counter stands, where it is more than one; of each counter met one row at least.
 KEY_FREQUENCIES = table(
     "key_frequencies",
     sa.Column("counter_id", UInt64, primary_key=True, autoincrement=False),

@@ -51,7 +51,7 @@ class View(Struct, frozen=True):
 
 
 class Read(Struct, frozen=True, gc=False):
-    """One answered profile; version 0: nothing is known of it."""
+    """One answered profile; version 0: nothing public is stored of it."""
 
     key: ProfileKey
     packs: list[Pack]
@@ -95,8 +95,13 @@ def view_of(
 def read_profiles(
     tx: Transaction, product: Product, entries: Sequence[tuple[Sequence[ProfileKey], View]]
 ) -> list[Read]:
-    """Each entry is one person: the profiles of all its ids, merged."""
+    """Each entry is one person: the profiles of all its ids, merged; the same id twice is one profile.
+
+    Where ids are merged, all is to be read of one moment (`Store.snapshot`): what is released after the profiles were
+    read, and before what waits is, would be in neither.
+    """
     now = tx.now_us // 1_000_000
+    entries = [(ids if len(ids) == 1 else list(dict.fromkeys(ids)), view) for ids, view in entries]
     keys = dict.fromkeys([key for ids, _ in entries for key in ids])
     found = _stored(tx, product, keys, ("body", "segments", "public_version"))
     # Whoever is read with others is looked up among the held back whether or not anything is there.
@@ -269,8 +274,10 @@ def merged_profile(
     for profile in held:
         for group_id, each in profile:
             by_place.setdefault((group_id, each.key), []).append(each)
-    for _, waiting in sorted(by_place.items()):
-        freed = released_by_merge(waiting, product.settings.merge_seconds)
+    for (group_id, _), waiting in sorted(by_place.items()):
+        expire_seconds = product.catalog.groups[group_id].expire_seconds
+        expired_before = None if expire_seconds is None else now - expire_seconds
+        freed = released_by_merge(waiting, product.settings.merge_seconds, expired_before)
         for each in sorted(freed, key=lambda one: -one.time):
             counter = product.catalog[each.counter_id]
             if not counter.not_glued:
@@ -340,12 +347,10 @@ def _confirmed(
 def weighted(tx: Transaction, product: Product, read: Sequence[Read], asked: Sequence[bool]) -> list[Read]:
     """Values of Idf counters by the weight of their keys: ln((1 + N) / (1 + df)), as the last run of the job counted.
 
-    Before the first run nothing is weighed. A key that no row speaks of stands in one profile: this one.
+    Before its first run a counter is not weighed. A key that no row speaks of stands in one profile: this one.
     """
     totals = {row.profile_type: row.profiles for row in tx.execute(sa.select(PROFILE_TOTALS))}
-    idf = {
-        c.id: totals[c.profile_type] for c in product.catalog.counters.values() if c.idf and c.profile_type in totals
-    }
+    idf = {each.id: totals[each.profile_type] for each in _counted(tx, product) if each.profile_type in totals}
     places = {
         (counter_id, key)
         for one, is_asked in zip(read, asked, strict=True)
@@ -365,6 +370,15 @@ def weighted(tx: Transaction, product: Product, read: Sequence[Read], asked: Seq
         structs.replace(one, packs=[_weighed(pack, weights, idf) for pack in one.packs]) if is_asked else one
         for one, is_asked in zip(read, asked, strict=True)
     ]
+
+
+def _counted(tx: Transaction, product: Product) -> list[Counter]:
+    """The Idf counters that the last run of the job met: each has a row."""
+    known = [each for each in product.catalog.counters.values() if each.idf]
+    if not known:
+        return []
+    met = tx.execute(sa.select(*[sa.exists().where(KEY_FREQUENCIES.c.counter_id == each.id) for each in known])).one()
+    return [each for each, is_met in zip(known, met, strict=True) if is_met]
 
 
 def _weighed(pack: Pack, weights: Mapping[tuple[int, int], float], idf: Collection[int]) -> Pack:

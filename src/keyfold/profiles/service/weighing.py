@@ -32,6 +32,7 @@ class Weighing:
         self._after: ProfileKey | None = ("", "")  # None: all is counted, and not yet stored
         self._totals: Tally[str] = Tally()
         self._keys: Tally[tuple[int, int]] = Tally()
+        self._some: dict[int, int] = {}  # of each counter that was met, one of its keys
 
     def step(self) -> bool:
         """Count one page; whether the walk goes on."""
@@ -45,7 +46,7 @@ class Weighing:
         if self._after is not None:
             return True
         self._store.transact(self._replace, name="profile weights")
-        self._after, self._totals, self._keys = ("", ""), Tally(), Tally()
+        self._after, self._totals, self._keys, self._some = ("", ""), Tally(), Tally(), {}
         return False
 
     def _is_due(self) -> bool:
@@ -71,14 +72,19 @@ class Weighing:
         for group in groups:
             if wanted := self._idf.intersection(counters.counter_ids(group)):
                 keys = counters.keys(group)
-                for counter_id in wanted:
+                for counter_id in wanted if keys else ():
                     self._keys.update((counter_id, key) for key in keys)
+                    self._some[counter_id] = keys[0]
         if len(self._keys) > 2 * KEYS_MAX:
             self._keys = Tally(dict(self._keys.most_common(KEYS_MAX)))
 
     def _replace(self, tx: Transaction) -> None:
-        """A key that stands in one profile needs no row: that is what a missing row means."""
-        kept = [(place, count) for place, count in self._keys.most_common(KEYS_MAX) if count > 1]
+        """A key that stands in one profile needs no row: that is what a missing row means.
+
+        But a counter needs one: it tells that the counter was counted, and not made an Idf counter since.
+        """
+        kept = {place: count for place, count in self._keys.most_common(KEYS_MAX) if count > 1}
+        kept = dict.fromkeys(self._some.items(), 1) | kept
         totals: Columns = {
             "profile_type": self._types,
             "profiles": [self._totals[each] for each in self._types],
@@ -91,8 +97,8 @@ class Weighing:
             tx,
             KEY_FREQUENCIES,
             {
-                "counter_id": [counter_id for (counter_id, _), _ in kept],
-                "key": [key for (_, key), _ in kept],
-                "profiles": [count for _, count in kept],
+                "counter_id": [counter_id for counter_id, _ in kept],
+                "key": [key for _, key in kept],
+                "profiles": list(kept.values()),
             },
         )
