@@ -363,6 +363,18 @@ def test_fields_of_a_later_format_beside_known_rows_stay_with_their_counter() ->
     assert len(after.values[0].float_values.value) == 3
 
 
+@pytest.mark.spec("CNT-13")
+def test_fields_of_a_later_format_among_the_values_of_a_row_stay_with_them() -> None:
+    profile = Profile.FromString(BODY)
+    values = profile.packed_counters[0].values[0].float_values
+    values.ParseFromString(values.SerializeToString() + b"\x7a\x03abc")
+    counters = MutableCounters(CATALOG, profile.SerializeToString(), NOW)
+    counters.update(1, 8, 1.0, NOW)
+    after = Profile.FromString(counters.serialise()).packed_counters[0].values[0].float_values
+    assert b"\x7a\x03abc" in after.SerializeToString()
+    assert len(after.value) == 3
+
+
 @pytest.mark.spec("CNT-11")
 def test_the_older_form_is_read_and_moves_to_packs_on_the_first_write() -> None:
     profile = Profile(counters=list(as_legacy(Profile.FromString(BODY).packed_counters[0])))
