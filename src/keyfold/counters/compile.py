@@ -83,9 +83,8 @@ def _files(descriptors: bytes, path: Path) -> list[FileDescriptor]:
     pool = DescriptorPool()
     try:
         files = descriptor_pb2.FileDescriptorSet.FromString(descriptors).file
-        for file in files:
-            pool.Add(file)
-        return [pool.FindFileByName(file.name) for file in files]
+        # Not looked up by name: the pool does not find those with other letters than ASCII.
+        return [pool.AddSerializedFile(file.SerializeToString()) for file in files]
     except DecodeError:
         raise CatalogWrong(["neither a .proto file nor a compiled descriptor set"], place=str(path)) from None
     except (TypeError, KeyError):

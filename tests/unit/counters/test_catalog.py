@@ -237,6 +237,13 @@ def test_a_mistake_is_that_of_its_own_counter_however_the_number_is_written(
 
 
 @pytest.mark.spec("CNT-02")
+def test_a_file_may_have_a_name_in_any_letters(written: Written) -> None:
+    assert load(written(value("CI_A", 1), name="счётчики.proto"))["CI_A"].id == 1
+    file = written(value("CI_A", 1, EngineNamespace="EN_NOPE"), name="счётчики.proto")
+    assert mistakes_of(lambda: load(file)) == ["CI_A: unknown namespace EN_NOPE"]
+
+
+@pytest.mark.spec("CNT-02")
 def test_the_logs_of_a_counter_may_be_an_enum_and_are_read_as_names(written: Written) -> None:
     enum = "enum InputType { redir = 1; visit = 2; }\n"
     head = HEAD.replace("repeated string InputTypes", "repeated InputType InputTypes") + enum
