@@ -237,6 +237,15 @@ def test_a_mistake_is_that_of_its_own_counter_however_the_number_is_written(
 
 
 @pytest.mark.spec("CNT-02")
+def test_of_a_file_that_names_no_syntax_the_same_mistakes_are_reported(written: Written) -> None:
+    values = value("CI_A", 1, ValueFunction="VF_NOPE") + value("CI_B", 2, DecayFactor=1)
+    mistakes = mistakes_of(lambda: load(written(values)))
+    assert len(mistakes) == 2
+    bare = HEAD.replace('syntax = "proto2";', "")
+    assert mistakes_of(lambda: load(written(values, head=bare))) == mistakes
+
+
+@pytest.mark.spec("CNT-02")
 def test_a_file_may_have_a_name_in_any_letters(written: Written) -> None:
     assert load(written(value("CI_A", 1), name="счётчики.proto"))["CI_A"].id == 1
     file = written(value("CI_A", 1, EngineNamespace="EN_NOPE"), name="счётчики.proto")
