@@ -57,9 +57,10 @@ def load(path: str | Path) -> Catalog:
     times = {given.get("TimeCounterId") for _, given in described if given}
     found, counters, unreadable = list(source.mistakes), [], {NO_COUNTER}
     for value, given in described:
-        counter, wrong = _counter(value, given, source.unknown.get(value.name, {}), ids, times)
+        names = source.unknown.get(value.name, {})
+        counter, wrong = _counter(value, given, names, ids, times)
         if value.name in source.unreadable:
-            counter, wrong = None, []  # reported as the compiler put it
+            counter, wrong = None, list(_unknown(names))  # the rest is reported as the compiler put it
         found += [f"{value.name}: {mistake}" for mistake in wrong]
         if counter is None:
             unreadable.add(value.number)
@@ -161,7 +162,7 @@ def _counter(
     clean_up = given.get("CleanUpSettings", {})
     wrong = [*_wrong_types(given, FIELDS), *(_wrong_types(clean_up, LIMITS) if isinstance(clean_up, dict) else ())]
     if wrong:
-        return None, wrong
+        return None, [*wrong, *_unknown(unknown)]
     wrong += _unknown({field: name for field, name in unknown.items() if field not in JUDGED})
     function, time = given.get("ValueFunction"), given.get("TimeCounterId")
     if function not in VALUE_FUNCTIONS:

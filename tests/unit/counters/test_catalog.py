@@ -237,6 +237,22 @@ def test_a_mistake_is_that_of_its_own_counter_however_the_number_is_written(
 
 
 @pytest.mark.spec("CNT-02")
+def test_unknown_names_are_reported_beside_what_makes_a_description_unreadable(written: Written) -> None:
+    wrong = value("CI_A", 1, EngineNamespace="EN_NOPE", ValueFunction="VF_NOPE", DecayFactor='"one"')
+    assert mistakes_of(lambda: load(written(wrong))) == [
+        'CI_A: Expected double, got: "one"',
+        "CI_A: unknown EngineNamespace EN_NOPE",
+        "CI_A: unknown ValueFunction VF_NOPE",
+    ]
+    numbers = HEAD.replace("repeated string InputTypes", "repeated int32 InputTypes")
+    wrong = value("CI_A", 1, ValueFunction="VF_NOPE", InputTypes="[1]")
+    assert mistakes_of(lambda: load(written(wrong, head=numbers))) == [
+        "CI_A: InputTypes cannot be [1]",
+        "CI_A: unknown ValueFunction VF_NOPE",
+    ]
+
+
+@pytest.mark.spec("CNT-02")
 def test_of_a_file_that_names_no_syntax_the_same_mistakes_are_reported(written: Written) -> None:
     values = value("CI_A", 1, ValueFunction="VF_NOPE") + value("CI_B", 2, DecayFactor=1)
     mistakes = mistakes_of(lambda: load(written(values)))
