@@ -127,7 +127,10 @@ def _description(value: EnumValueDescriptor) -> dict[str, Any] | None:
         return None
     options = message_factory.GetMessageClass(known)
     fields = options.FromString(value.GetOptions().SerializeToString()).ListFields()
-    return next((_fields(found) for field, found in fields if field.name == OPTION), None)
+    found = next((found for field, found in fields if field.name == OPTION), None)
+    if found is not None and not isinstance(found, Message):
+        raise CatalogWrong([f"{value.name}: {OPTION} must be declared as one message"])
+    return _fields(found) if found is not None else None
 
 
 def _fields(message: Message) -> dict[str, Any]:
@@ -136,6 +139,8 @@ def _fields(message: Message) -> dict[str, Any]:
 
 
 def _plain(field: FieldDescriptor, found: Any) -> Any:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return dict(found)
     return [_one(field, each) for each in found] if field.is_repeated else _one(field, found)
 
 
