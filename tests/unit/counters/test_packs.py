@@ -208,8 +208,9 @@ def listed(body: bytes) -> list[tuple[int, int, float]]:
         b"\xa3\x06\x0a\x05\xa4\x06",
         PACK + b"\x00\x01",
         field(3, field(1, b"\x01") + field(2, b"") + field(3, field(1, field(1, b"")))),
+        field(3, field(1, b"\x01") + field(2, b"\x80") + field(2, b"\x01") + field(3, field(1, field(1, bytes(4))))),
     ],
-    ids=["open", "closed by another", "never opened", "cut off inside", "no number", "no keys"],
+    ids=["open", "closed by another", "never opened", "cut off inside", "no number", "no keys", "a key in two pieces"],
 )
 def test_what_protobuf_refuses_the_array_reader_refuses(body: bytes) -> None:
     for reader in (read, arrays):
