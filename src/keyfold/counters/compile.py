@@ -57,9 +57,10 @@ def load(path: str | Path) -> Catalog:
     times = {given.get("TimeCounterId") for _, given in described if given}
     found, counters, unreadable = list(source.mistakes), [], {NO_COUNTER}
     for value, given in described:
-        counter, wrong = _counter(value, given, source.unknown.get(value.name, {}), ids, times)
+        names = source.unknown.get(value.name, {})
+        counter, wrong = _counter(value, given, names, ids, times)
         if value.name in source.unreadable:
-            counter, wrong = None, []  # reported as the compiler put it
+            counter, wrong = None, list(_unknown(names))  # the rest is reported as the compiler put it
         found += [f"{value.name}: {mistake}" for mistake in wrong]
         if counter is None:
             unreadable.add(value.number)
@@ -83,9 +84,8 @@ def _files(descriptors: bytes, path: Path) -> list[FileDescriptor]:
     pool = DescriptorPool()
     try:
         files = descriptor_pb2.FileDescriptorSet.FromString(descriptors).file
-        for file in files:
-            pool.Add(file)
-        return [pool.FindFileByName(file.name) for file in files]
+        # Not looked up by name: the pool does not find those with other letters than ASCII.
+        return [pool.AddSerializedFile(file.SerializeToString()) for file in files]
     except DecodeError:
         raise CatalogWrong(["neither a .proto file nor a compiled descriptor set"], place=str(path)) from None
     except (TypeError, KeyError):
@@ -127,7 +127,10 @@ def _description(value: EnumValueDescriptor) -> dict[str, Any] | None:
         return None
     options = message_factory.GetMessageClass(known)
     fields = options.FromString(value.GetOptions().SerializeToString()).ListFields()
-    return next((_fields(found) for field, found in fields if field.name == OPTION), None)
+    found = next((found for field, found in fields if field.name == OPTION), None)
+    if found is not None and not isinstance(found, Message):
+        raise CatalogWrong([f"{value.name}: {OPTION} must be declared as one message"])
+    return _fields(found) if found is not None else None
 
 
 def _fields(message: Message) -> dict[str, Any]:
@@ -136,6 +139,8 @@ def _fields(message: Message) -> dict[str, Any]:
 
 
 def _plain(field: FieldDescriptor, found: Any) -> Any:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return dict(found)
     return [_one(field, each) for each in found] if field.is_repeated else _one(field, found)
 
 
@@ -162,7 +167,7 @@ def _counter(
     clean_up = given.get("CleanUpSettings", {})
     wrong = [*_wrong_types(given, FIELDS), *(_wrong_types(clean_up, LIMITS) if isinstance(clean_up, dict) else ())]
     if wrong:
-        return None, wrong
+        return None, [*wrong, *_unknown(unknown)]
     wrong += _unknown({field: name for field, name in unknown.items() if field not in JUDGED})
     function, time = given.get("ValueFunction"), given.get("TimeCounterId")
     if function not in VALUE_FUNCTIONS:

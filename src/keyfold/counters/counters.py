@@ -432,6 +432,10 @@ def _take_rows(pack: CounterPack, is_own: IsOwn, extras: _Extras) -> int | None:
 def _keep_extra(counter_id: int, row: ValueType, extras: _Extras) -> None:
     rest = ValueType()
     rest.CopyFrom(row)
-    rest.ClearField(row.WhichOneof("value") or "float_values")
+    field = row.WhichOneof("value") or "float_values"
+    values = getattr(rest, field)
+    values.ClearField("value")
+    if not values.ByteSize():
+        rest.ClearField(field)
     if rest.ByteSize():
         extras.rows[counter_id] = rest

@@ -41,7 +41,7 @@ def _of(was: Counter, old: Catalog, new: Catalog) -> Iterator[Finding]:
         yield _renamed(was, now, new)
     for severity, change, effect, advice in (
         *_meaning(was, now),
-        *_time(was, now),
+        *_time(was, now, old),
         *_decay(was, now),
         *_limits(was, now),
         *_access(was, now),
@@ -108,20 +108,20 @@ def _meaning(was: Counter, now: Counter) -> Iterator[Change]:
         yield "loses", change, f"what is stored in profiles of type {was.profile_type} is not read any more", NEW_ID
 
 
-def _time(was: Counter, now: Counter) -> Iterator[Change]:
+def _time(was: Counter, now: Counter, old: Catalog) -> Iterator[Change]:
     before, after = was.time_counter_id, now.time_counter_id
     if before == after:
         return
-    if before is None:
-        change, effect = f"time counter {after} added", "stored values have no time and count as of 1970: all has faded"
-    elif after is None:
-        change, effect = (
-            f"time counter {before} removed",
-            "stored values lose their times and limits, and stay for good",
-        )
+    if after is None:
+        effect = "stored values lose their times and limits, and stay for good"
+        yield "loses", f"time counter {before} removed", effect, NEW_ID
+        return
+    change = f"time counter {after} added" if before is None else f"time counter moved from {before} to {after}"
+    if after in old:
+        effect = f"stored values are read as of the times that {after} has for their keys, not of their own events"
+        yield "breaks", change, effect, NEW_ID
     else:
-        change, effect = f"time counter moved from {before} to {after}", "stored values lose their times: all has faded"
-    yield "loses", change, effect, NEW_ID
+        yield "loses", change, "stored values have no time and count as of 1970: what fades or expires is gone", NEW_ID
 
 
 def _decay(was: Counter, now: Counter) -> Iterator[Change]:

@@ -18,6 +18,8 @@ ROUNDS_MAX = 50
 COMPLAINT = re.compile(r"(?P<file>[^:]+):(?P<line>\d+):(?P<column>\d+): (?P<text>.*)")
 IN_OPTION = re.compile(r'Error while parsing option value for "[^"]*": (.*)')
 UNKNOWN_NAME = re.compile(r'Unknown enumeration value of "([^"]*)" for field "([^"]*)"')
+# Warnings about a file, and what the compiler logs by itself, as of each file that names no syntax.
+REMARK = re.compile(r".*: warning: |WARNING: |[IW]\d{4} ")
 SAME_NUMBER = "uses the same enum value as"
 ALIASES = re.compile(r"\boption\s+allow_alias\b")
 # What may hold anything: strings and comments.
@@ -70,7 +72,7 @@ def _run(path: Path, copies: Path) -> tuple[bytes | None, list[str]]:
         return out.read_bytes(), []
     # It names files by where they lie, the copies and the originals alike: here they go by the name of the import.
     said = done.stderr.replace(f"{copies}/", "").replace(f"{path.parent.absolute()}/", "")
-    return None, [line for line in said.splitlines() if line.strip() and ": warning: " not in line]
+    return None, [line for line in said.splitlines() if line.strip() and not REMARK.match(line)]
 
 
 def _turn(line: str) -> tuple[int, int, int]:

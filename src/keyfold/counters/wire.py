@@ -44,9 +44,9 @@ def varints(body: bytes, spans: list[Span]) -> NDArray[np.uint64]:
     raw = np.concatenate([np.frombuffer(body, np.uint8, end - start, start) for start, end in spans] or [_NOTHING])
     if not len(raw):
         return np.empty(0, np.uint64)
-    last = raw < 0x80
-    if not last[-1]:
+    if any(body[end - 1] >= 0x80 for start, end in spans if start < end):
         raise BodyUnreadable("a number is cut off")
+    last = raw < 0x80
     ends = np.flatnonzero(last)
     starts = np.concatenate(([0], ends[:-1] + 1))
     lengths = ends - starts + 1

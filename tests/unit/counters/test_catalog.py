@@ -237,6 +237,61 @@ def test_a_mistake_is_that_of_its_own_counter_however_the_number_is_written(
 
 
 @pytest.mark.spec("CNT-02")
+def test_fields_for_other_readers_may_be_of_any_type(written: Written) -> None:
+    labels = (
+        "map<string, string> Labels = 15; map<int32, CleanUpSettings> Plans = 16; repeated CleanUpSettings Old = 17;"
+    )
+    head = HEAD.replace("optional bool Idf = 13;", f"optional bool Idf = 13; {labels}")
+    given = {"Labels": '{ key: "team" value: "map" }', "Plans": "{ key: 1 value: {} }", "Old": "{}"}
+    assert load(written(value("CI_A", 1, **given), head=head))["CI_A"].name == "CI_A"
+    head = HEAD.replace("optional string Description", "map<string, string> Description")
+    file = written(value("CI_A", 1, Description='{ key: "en" value: "clicks" }'), head=head)
+    assert mistakes_of(lambda: load(file)) == ["CI_A: Description cannot be {'en': 'clicks'}"]
+
+
+@pytest.mark.spec("CNT-02")
+@pytest.mark.parametrize(
+    ("declared", "given"), [("repeated TCounterDescription", "{}"), ("optional string", '"clicks"')]
+)
+def test_an_option_that_is_not_one_message_is_named(written: Written, declared: str, given: str) -> None:
+    head = HEAD.replace("optional TCounterDescription CounterDescription", f"{declared} CounterDescription")
+    file = written(f"CI_A = 1 [(CounterDescription) = {given}];", head=head)
+    assert mistakes_of(lambda: load(file)) == ["CI_A: CounterDescription must be declared as one message"]
+
+
+@pytest.mark.spec("CNT-02")
+def test_unknown_names_are_reported_beside_what_makes_a_description_unreadable(written: Written) -> None:
+    wrong = value("CI_A", 1, EngineNamespace="EN_NOPE", ValueFunction="VF_NOPE", DecayFactor='"one"')
+    assert mistakes_of(lambda: load(written(wrong))) == [
+        'CI_A: Expected double, got: "one"',
+        "CI_A: unknown EngineNamespace EN_NOPE",
+        "CI_A: unknown ValueFunction VF_NOPE",
+    ]
+    numbers = HEAD.replace("repeated string InputTypes", "repeated int32 InputTypes")
+    wrong = value("CI_A", 1, ValueFunction="VF_NOPE", InputTypes="[1]")
+    assert mistakes_of(lambda: load(written(wrong, head=numbers))) == [
+        "CI_A: InputTypes cannot be [1]",
+        "CI_A: unknown ValueFunction VF_NOPE",
+    ]
+
+
+@pytest.mark.spec("CNT-02")
+def test_of_a_file_that_names_no_syntax_the_same_mistakes_are_reported(written: Written) -> None:
+    values = value("CI_A", 1, ValueFunction="VF_NOPE") + value("CI_B", 2, DecayFactor=1)
+    mistakes = mistakes_of(lambda: load(written(values)))
+    assert len(mistakes) == 2
+    bare = HEAD.replace('syntax = "proto2";', "")
+    assert mistakes_of(lambda: load(written(values, head=bare))) == mistakes
+
+
+@pytest.mark.spec("CNT-02")
+def test_a_file_may_have_a_name_in_any_letters(written: Written) -> None:
+    assert load(written(value("CI_A", 1), name="счётчики.proto"))["CI_A"].id == 1
+    file = written(value("CI_A", 1, EngineNamespace="EN_NOPE"), name="счётчики.proto")
+    assert mistakes_of(lambda: load(file)) == ["CI_A: unknown namespace EN_NOPE"]
+
+
+@pytest.mark.spec("CNT-02")
 def test_the_logs_of_a_counter_may_be_an_enum_and_are_read_as_names(written: Written) -> None:
     enum = "enum InputType { redir = 1; visit = 2; }\n"
     head = HEAD.replace("repeated string InputTypes", "repeated InputType InputTypes") + enum

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from keyfold.counters.catalog import Catalog, Counter, Kind
+from keyfold.counters.counters import Counters, MutableCounters
 from keyfold.counters.lint import Finding, lint
 
 TIME = Counter(
@@ -38,7 +39,7 @@ def test_the_same_catalog_or_another_description_changes_nothing() -> None:
     ("count", "severity", "change", "effect"),
     [
         ({"kind": Kind.DOUBLE}, "breaks", "kind changed from float to double", "refused (kind-wrong)"),
-        ({"time_counter_id": 3}, "loses", "time counter moved from 2 to 3", "lose their times"),
+        ({"time_counter_id": 3}, "breaks", "time counter moved from 2 to 3", "as of the times that 3 has"),
         ({"decay": 2.0}, "loses", "DecayFactor changed from 1 to 2", "old rate"),
         ({"name": "CLICKS"}, "safe", "renamed from COUNT", "goes by the id"),
         ({"name": "CLICKS", "description": "other"}, "breaks", "the id of COUNT is used again", "read as CLICKS"),
@@ -139,10 +140,28 @@ def test_naming_logs_where_any_was_counted_leaves_the_others_out() -> None:
 def test_gaining_or_losing_a_time_counter_loses_the_times() -> None:
     plain = msgspec.structs.replace(COUNT, decay=0.0, time_counter_id=None)
     timed = msgspec.structs.replace(COUNT, decay=0.0)
-    without, with_time = Catalog([plain, TIME]), Catalog([timed, TIME])
-    (added,), (removed,) = lint(without, with_time), lint(with_time, without)
+    without, with_time = Catalog([plain]), Catalog([timed, TIME])
+    (added, _), (removed, _) = lint(without, with_time), lint(with_time, without)
     assert (added.severity, added.change) == ("loses", "time counter 2 added")
     assert (removed.severity, removed.change) == ("loses", "time counter 2 removed")
+
+
+@pytest.mark.spec("CNT-19")
+def test_a_time_counter_that_has_times_already_gives_them_to_values_it_did_not_time() -> None:
+    """What had faded within a year would count in full, by an event of another counter today."""
+    now, year = 1_700_000_000, 365 * 86_400
+    lasting = Catalog([COUNT, msgspec.structs.replace(OTHER, id=2, name="TIME"), OTHER])
+    moved = changed_to(time_counter_id=3)
+    counters = MutableCounters(lasting, b"", now)
+    counters.update("COUNT", 7, 5.0, now - year)
+    counters.update("OTHER", 7, 1, now)
+    assert counters.get("COUNT", 7, at=now) < 1e-15
+    assert Counters(moved, counters.serialise(), now).get("COUNT", 7, at=now) == 5.0
+    (finding,) = lint(OLD, moved)
+    assert (finding.severity, finding.change) == ("breaks", "time counter moved from 2 to 3")
+    plain = Catalog([msgspec.structs.replace(COUNT, decay=0.0, time_counter_id=None), TIME, OTHER])
+    (finding,) = lint(plain, changed_to(decay=0.0))
+    assert (finding.severity, finding.change) == ("breaks", "time counter 2 added")
 
 
 @pytest.mark.spec("CNT-19")

@@ -208,8 +208,9 @@ def listed(body: bytes) -> list[tuple[int, int, float]]:
         b"\xa3\x06\x0a\x05\xa4\x06",
         PACK + b"\x00\x01",
         field(3, field(1, b"\x01") + field(2, b"") + field(3, field(1, field(1, b"")))),
+        field(3, field(1, b"\x01") + field(2, b"\x80") + field(2, b"\x01") + field(3, field(1, field(1, bytes(4))))),
     ],
-    ids=["open", "closed by another", "never opened", "cut off inside", "no number", "no keys"],
+    ids=["open", "closed by another", "never opened", "cut off inside", "no number", "no keys", "a key in two pieces"],
 )
 def test_what_protobuf_refuses_the_array_reader_refuses(body: bytes) -> None:
     for reader in (read, arrays):
@@ -361,6 +362,18 @@ def test_fields_of_a_later_format_beside_known_rows_stay_with_their_counter() ->
     assert b"\xa2\x06\x02hi" in after.SerializeToString()
     assert b"\x7a\x03abc" in after.values[0].SerializeToString()
     assert len(after.values[0].float_values.value) == 3
+
+
+@pytest.mark.spec("CNT-13")
+def test_fields_of_a_later_format_among_the_values_of_a_row_stay_with_them() -> None:
+    profile = Profile.FromString(BODY)
+    values = profile.packed_counters[0].values[0].float_values
+    values.ParseFromString(values.SerializeToString() + b"\x7a\x03abc")
+    counters = MutableCounters(CATALOG, profile.SerializeToString(), NOW)
+    counters.update(1, 8, 1.0, NOW)
+    after = Profile.FromString(counters.serialise()).packed_counters[0].values[0].float_values
+    assert b"\x7a\x03abc" in after.SerializeToString()
+    assert len(after.value) == 3
 
 
 @pytest.mark.spec("CNT-11")
