@@ -34,7 +34,7 @@ from keyfold.core.times import iso as iso_us
 from keyfold.orders import metrics
 from keyfold.orders import routes as order_routes
 from keyfold.orders.model import CompletedOrder, DimensionPending, Identity, Property
-from keyfold.orders.service import counting, reading, splitting, sweeping
+from keyfold.orders.service import backfilling, counting, reading, splitting, sweeping
 from keyfold.orders.service.backfilling import backfill
 from keyfold.orders.service.checking import (
     HELD_BYTES_MAX,
@@ -46,6 +46,7 @@ from keyfold.orders.service.checking import (
 )
 from keyfold.orders.service.correcting import correct_orders
 from keyfold.orders.service.excluding import Excluded
+from keyfold.orders.service.filling import claim
 from keyfold.orders.service.history import History, names_of
 from keyfold.orders.service.history import opened as history_of
 from keyfold.orders.service.identities import add_identity
@@ -54,7 +55,7 @@ from keyfold.orders.service.keeping import kept_orders, redrive
 from keyfold.orders.service.lagging import Lag
 from keyfold.orders.service.reading import Query, evidence_of
 from keyfold.orders.service.splitting import split, switch
-from keyfold.orders.service.unit import Unit, Units
+from keyfold.orders.service.unit import Stood, Unit, Units
 from keyfold.orders.worker import Sweep
 from tests.orders import DAY, HOUR, NOW, START, Orders, iso, opened, order, recount, write_history
 from tests.product import message, put, relay_all
@@ -2176,6 +2177,30 @@ def test_an_order_taken_back_while_history_is_counted_is_left_out_of_it(store_ur
 
 
 @pytest.mark.spec("ORD-08", "ORD-13", "ORD-16")
+def test_an_order_taken_back_while_the_end_of_a_backfill_is_written_is_left_out_of_it(
+    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On SQLite nobody writes meanwhile."""
+    with opened(postgres_url, identities=["phone_id"], start=iso(START)) as orders:
+        orders.clock.advance(3 * HOUR)
+        orders.count(order("1", START, {"phone_id": "p"}))
+        add_identity(orders.store, orders.unit, "mail", (START + DAY) * 1_000_000)
+        orders.clock.advance(2 * DAY)
+        other = order("2", START - 5, {"mail": "m"})
+        path = write_history(tmp_path / "h.parquet", [order("1", START, {"phone_id": "p", "mail": "m"}), other])
+        waiting, real = ["1"], backfilling._must_be_conserved
+
+        def conserved(*given: Any) -> None:
+            if waiting:
+                assert take_back(orders, waiting.pop()) == ["corrected"]
+            real(*given)
+
+        monkeypatch.setattr(backfilling, "_must_be_conserved", conserved)
+        orders.backfill(path, "mail")
+        assert (orders.total("mail", "m"), is_complete(orders, "mail")) == (1, True)
+
+
+@pytest.mark.spec("ORD-08", "ORD-13", "ORD-16")
 def test_an_order_that_was_taken_back_is_not_lacking_where_history_does_not_have_it(
     store_url: str, tmp_path: Path
 ) -> None:
@@ -2476,6 +2501,25 @@ def test_an_import_is_complete_only_when_all_that_was_refused_or_left_is_said_to
         orders.clock.advance(3 * HOUR)
         import_documents(orders.store, orders.unit, "phone_id", lines(DOCUMENT), "one")
         assert not is_complete(orders), "it was left to history before that was imported"
+
+
+@pytest.mark.spec("ORD-15")
+def test_import_and_backfill_that_begin_at_once_exclude_each_other(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On SQLite nobody writes meanwhile."""
+    with opened(postgres_url, identities=["phone_id"], start=iso(START)) as orders:
+        waiting, real = [orders.unit], orders.unit.stood
+
+        def stood(tx: Transaction) -> Stood:
+            found = real(tx)
+            if waiting:
+                claim(orders.store, waiting.pop(), ["phone_id"], "import")
+            return found
+
+        monkeypatch.setattr(orders.unit, "stood", stood)
+        with pytest.raises(Conflict, match="comes from import, which excludes backfill"):
+            claim(orders.store, orders.unit, ["phone_id"], "backfill")
 
 
 @pytest.mark.spec("ORD-15")

@@ -140,9 +140,10 @@ def claim(store: Store, unit: Unit, names: Sequence[str], source: Source) -> lis
     """Say what fills the history part of identity types: backfill and import exclude each other."""
 
     def work(tx: Transaction) -> list[IdentityType]:
-        types = claimable(tx, unit, names, source)
+        stood = unit.stood(tx)
+        types = _claimable(stood.state, names, source)
         fresh = [kind.name for kind in types if kind.source != source]
-        _change(tx, unit, unit.stood(tx), {name: {"source": source} for name in fresh})
+        _change(tx, unit, stood, {name: {"source": source} for name in fresh})
         for name in fresh:
             # The other may have been begun, and has filled nothing; now it never will.
             give_up(tx, unit, f"{'import' if source == 'backfill' else 'backfill'} {name}")
@@ -153,7 +154,10 @@ def claim(store: Store, unit: Unit, names: Sequence[str], source: Source) -> lis
 
 def claimable(tx: Transaction, unit: Unit, names: Sequence[str], source: Source) -> list[IdentityType]:
     """The identity types, where nothing else fills the history part of any."""
-    state = unit.stood(tx).state
+    return _claimable(unit.stood(tx).state, names, source)
+
+
+def _claimable(state: UnitState, names: Sequence[str], source: Source) -> list[IdentityType]:
     must_not_be_splitting(state)
     types = [state.identity(name, "identity") for name in names]
     for kind in types:
@@ -212,9 +216,8 @@ def _page_of_left(tx: Transaction, unit: Unit, kind: IdentityType, after: str) -
     return (page[-1].order_id if len(page) == KEPT_ROWS else None), left
 
 
-def finish(tx: Transaction, unit: Unit, kind: IdentityType, filled_at_us: int, lacking: int) -> None:
-    """The history part of a type was filled to its end."""
-    stood = unit.stood(tx)
+def finish(tx: Transaction, unit: Unit, stood: Stood, kind: IdentityType, filled_at_us: int, lacking: int) -> None:
+    """The history part of a type was filled to its end; a state newer than what was decided by is a lost race."""
     must_not_be_splitting(stood.state)
     _change(tx, unit, stood, {kind.name: {"filled_at_us": filled_at_us, "lacking": lacking}})
 
