@@ -1302,6 +1302,31 @@ def test_text_that_is_no_time_is_told_with_its_column_before_anything_is_written
         assert (str(path) in error.value.detail, "\n" in error.value.detail) == (True, False)
 
 
+@pytest.mark.parametrize(
+    ("moment", "kind"),
+    [
+        (-1, pa.timestamp("us", tz="UTC")),
+        (-62_135_596_800_000_001, pa.timestamp("us")),  # behind the last moment of the year 0
+        (-(2**63) + 1, pa.timestamp("us", tz="UTC")),  # minus infinity
+        ("-0044-03-15T00:00:00Z", pa.string()),
+    ],
+)
+@pytest.mark.spec("ORD-08", "CORE-13")
+def test_history_has_no_times_before_1970_as_live_orders_have_none(
+    tmp_path: Path, moment: int | str, kind: pa.DataType
+) -> None:
+    path = write_history(tmp_path / "h.parquet", [order("1", 0), order("2", 0)])
+    times = pa.array(["1970-01-01T00:00:00Z", moment] if isinstance(moment, str) else pa.array([0, moment]).cast(kind))
+    at = pq.read_schema(path).get_field_index("created_proc")
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        orders.backfill(path, "phone_id")
+        pq.write_table(pq.read_table(path).set_column(at, "created_proc", times), path)
+        with pytest.raises(BadInput, match="1 orders were created before 1970"):
+            orders.backfill(path, "phone_id")
+        (evidence,) = orders.store.read(lambda tx: evidence_of(tx, orders.unit, [Identity("phone_id", "p1")], 0))
+        assert evidence.counted_from == "1970-01-01T00:00:00Z"
+
+
 @pytest.mark.spec("ORD-08", "CORE-13")
 def test_what_the_engine_cannot_compute_is_told_in_its_words(tmp_path: Path) -> None:
     import ibis

@@ -98,7 +98,7 @@ class History:
         no_times = [*self._not_times()]
         needed = (ORDER_ID,) if no_times else (ORDER_ID, CREATED_AT)
         wrong = [*no_times, *self._not_there(needed), *self._twice(), *self._unmapped(), *self._misbranded()]
-        wrong += self._not_to_keep()
+        wrong += [*self._too_early(), *self._not_to_keep()]
         if wrong:
             raise BadInput("; ".join(wrong), place="history")
 
@@ -269,6 +269,11 @@ class History:
         for name in needed:
             if count := int(self._table[name].isnull().sum().fill_null(0).execute()):
                 yield f"{count} orders have no {name}"
+
+    def _too_early(self) -> Iterator[str]:
+        """Live such an order is refused. A time that stands for none may be in a year that nothing can write."""
+        if count := int(self._table.filter(self._table[CREATED_AT] < self._moment(0)).count().execute()):
+            yield f"{count} orders were created before 1970"
 
     def _twice(self) -> Iterator[str]:
         table = self._table
