@@ -1725,9 +1725,9 @@ def test_a_split_reads_a_bounded_part_of_history_for_each_step(
     read: list[int] = []
     step = splitting._Splitter._step
 
-    def counted(splitter: Any, job: Any, upto: str, explained: Any) -> Any:
+    def counted(splitter: Any, upto: str, explained: Any) -> Any:
         read.append(len(explained))
-        return step(splitter, job, upto, explained)
+        return step(splitter, upto, explained)
 
     monkeypatch.setattr(splitting._Splitter, "_step", counted)
     monkeypatch.setattr(splitting, "ROWS_MAX", 10)
@@ -1845,6 +1845,45 @@ def test_while_a_dimension_is_added_nothing_else_changes_history(with_history: O
 def take_back(orders: Orders, *order_ids: str) -> list[str]:
     done = orders.store.transact(lambda tx: correct_orders(tx, orders.unit, order_ids, "fraud", "test"))
     return [each.status for each in done]
+
+
+@pytest.mark.spec("ORD-10", "ORD-16")
+def test_of_two_who_split_at_once_the_first_is_refused_and_forgets_no_move_of_the_other(
+    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first has left a cell of one type and is at the next, where the second begins, with a better history."""
+    with opened(postgres_url, identities=["phone_id", "card_id"], dimensions=["tariff"]) as orders:
+        both = order("both", NOW, {"phone_id": "p", "card_id": "c"}, tariff="x", city="riga")
+        other = order("other", NOW, {"phone_id": "p"}, tariff="x", city="riga")
+        orders.count(without_city(both), without_city(other))
+        begun = switch(orders.store, orders.unit, "city")
+        assert begun is not None
+        orders.count(order("new", NOW, {"phone_id": "q"}, tariff="x", city="riga"))  # nobody waits for its slice
+        whole = write_history(tmp_path / "whole.parquet", [both, other])
+        lacking = write_history(tmp_path / "lacking.parquet", [both])
+        at_next, real = threading.Event(), splitting.update
+
+        def second() -> bool:
+            def report(done: int, what: str) -> None:
+                at_next.set()
+
+            return split(orders.store, orders.unit, begun, orders.history(whole), report).is_done
+
+        with ThreadPoolExecutor(1) as pool:
+            running = []
+
+            def update(*given: Any) -> int:
+                if not running:
+                    running.append(pool.submit(second))
+                    at_next.wait(20)
+                return real(*given)
+
+            monkeypatch.setattr(splitting, "update", update)
+            with pytest.raises(LeaseLost, match="another run of split city card_id has taken over"):
+                split(orders.store, orders.unit, begun, orders.history(lacking))
+            assert running[0].result()
+        assert take_back(orders, "both") == ["corrected"]
+        assert (orders.total("phone_id", "p", city="riga"), orders.total("card_id", "c")) == (1, 0)
 
 
 @pytest.mark.spec("ORD-10", "ORD-16")
