@@ -1744,6 +1744,21 @@ def test_a_split_reads_a_bounded_part_of_history_for_each_step(
     assert with_history.cells() == recount(before, [*DIMENSIONS, "city"], list(ALL))
 
 
+@pytest.mark.spec("ORD-08", "ORD-10")
+def test_a_split_stops_where_the_combinations_of_values_have_no_room(store_url: str, tmp_path: Path) -> None:
+    """As where the wrong column is named, of which every order has its own value."""
+    every = [order(f"{n}", NOW, {"phone_id": f"p{n}"}, tariff="x", city=f"{n}") for n in range(5)]
+    path = write_history(tmp_path / "h.parquet", every)
+    with opened(store_url, slices_max=3) as orders:
+        orders.count(*map(without_city, every))
+        with pytest.raises(BadInput, match="more combinations of values than 3"):
+            orders.add_dimension("city", path)
+        assert [orders.total("phone_id", f"p{n}") for n in range(5)] == [1] * 5
+    with opened(store_url, slices_max=6) as orders:
+        assert orders.add_dimension("city", path).is_done
+        assert orders.cells() == recount(every, [*DIMENSIONS, "city"], ["phone_id"])
+
+
 @pytest.mark.spec("ORD-10")
 def test_orders_that_history_has_and_nobody_has_counted_yet_are_not_mistaken_for_others(
     with_history: Orders, tmp_path: Path

@@ -84,13 +84,7 @@ def history_part(tx: Transaction, unit: Unit, kind: IdentityType, identities: Se
 def _put(tx: Transaction, unit: Unit, kind: IdentityType, filled: Sequence[Filled]) -> None:
     if not filled:
         return
-    slices = {each.slice_.slice_id: each.slice_ for each in filled}
-    if unit.without_room(tx, list(slices.values())):
-        raise BadInput(
-            f"history has more combinations of values than {unit.settings.slices_max}",
-            hint=f"orders.units.{unit.name}.slices_max bounds them",
-        )
-    unit.keep_slices(tx, list(slices.values()))
+    keep_slices(tx, unit, [each.slice_ for each in filled])
     columns: Columns = {
         **_keys(kind, filled),
         "history_count": [each.count for each in filled],
@@ -98,6 +92,17 @@ def _put(tx: Transaction, unit: Unit, kind: IdentityType, filled: Sequence[Fille
         "history_to_us": [each.to_us for each in filled],
     }
     increment(tx, unit.tables.cells, columns, latest=["history_count", "history_from_us", "history_to_us"])
+
+
+def keep_slices(tx: Transaction, unit: Unit, found: Iterable[Slice]) -> None:
+    """Store the slices of history that are new, where there is room for them."""
+    slices = list({each.slice_id: each for each in found}.values())
+    if unit.without_room(tx, slices):
+        raise BadInput(
+            f"history has more combinations of values than {unit.settings.slices_max}",
+            hint=f"orders.units.{unit.name}.slices_max bounds them",
+        )
+    unit.keep_slices(tx, slices)
 
 
 def _zero(

@@ -31,7 +31,7 @@ from keyfold.orders.model import (
     moved_of,
 )
 from keyfold.orders.service.excluding import Excluded, corrected
-from keyfold.orders.service.filling import Report, behind, must_not_be_splitting, silent
+from keyfold.orders.service.filling import Report, behind, keep_slices, must_not_be_splitting, silent
 from keyfold.orders.service.history import History, HistoryCell
 from keyfold.orders.service.jobs import Job, Progress, progress_of
 from keyfold.orders.service.reading import PARTS
@@ -431,7 +431,7 @@ class _Splitter:
         fresh = {key: parts for key, parts in added.items() if parts[0].count or parts[1].count}
         if not fresh:
             return
-        self._unit.keep_slices(tx, [slice_ for _, slice_ in fresh])
+        keep_slices(tx, self._unit, [slice_ for _, slice_ in fresh])
         increment(
             tx,
             cells,
