@@ -1328,6 +1328,19 @@ def test_history_has_no_times_before_1970_as_live_orders_have_none(
 
 
 @pytest.mark.spec("ORD-08", "CORE-13")
+def test_a_file_with_two_columns_of_one_name_is_refused_where_that_is_read(tmp_path: Path) -> None:
+    path = write_history(tmp_path / "h.parquet", [order("1", START - 1, {"phone_id": "p1"})])
+    table, other = pq.read_table(path), pa.array(["other"])
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        pq.write_table(table.append_column("note", other).append_column("note", other), path)
+        orders.backfill(path, "phone_id")
+        pq.write_table(table.append_column("id", other), path)
+        with pytest.raises(BadInput, match=r"h\.parquet has more than one column id"):
+            orders.backfill(path, "phone_id")
+        assert orders.total("phone_id", "p1") == 1
+
+
+@pytest.mark.spec("ORD-08", "CORE-13")
 def test_what_the_engine_cannot_compute_is_told_in_its_words(tmp_path: Path) -> None:
     import ibis
 

@@ -367,6 +367,8 @@ def _must_be_alike(paths: Sequence[Path], columns: Sequence[str], optional: Coll
     types: set[tuple[str, ...]] = set()
     for path in paths:
         schema = _schema(path)
+        if twice := [name for name in columns if schema.names.count(name) > 1]:
+            raise BadInput(f"{path} has more than one column {', '.join(twice)}", place="history")
         found = {name: _field(schema, name) for name in columns}
         types.add(tuple(str(each) for each in found.values()))
         for name, kind in found.items():
