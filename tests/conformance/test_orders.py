@@ -35,7 +35,7 @@ from keyfold.core.times import iso as iso_us
 from keyfold.orders import metrics
 from keyfold.orders import routes as order_routes
 from keyfold.orders.model import CompletedOrder, DimensionPending, Identity, Property
-from keyfold.orders.service import counting, reading, splitting, sweeping
+from keyfold.orders.service import backfilling, counting, reading, splitting, sweeping
 from keyfold.orders.service.backfilling import backfill
 from keyfold.orders.service.checking import (
     HELD_BYTES_MAX,
@@ -47,6 +47,7 @@ from keyfold.orders.service.checking import (
 )
 from keyfold.orders.service.correcting import correct_orders
 from keyfold.orders.service.excluding import Excluded
+from keyfold.orders.service.filling import claim
 from keyfold.orders.service.history import History, names_of
 from keyfold.orders.service.history import opened as history_of
 from keyfold.orders.service.identities import add_identity
@@ -55,7 +56,7 @@ from keyfold.orders.service.keeping import kept_orders, redrive
 from keyfold.orders.service.lagging import Lag
 from keyfold.orders.service.reading import Query, evidence_of
 from keyfold.orders.service.splitting import split, switch
-from keyfold.orders.service.unit import Unit, Units
+from keyfold.orders.service.unit import Stood, Unit, Units
 from keyfold.orders.worker import Sweep
 from tests.orders import DAY, HOUR, NOW, START, Orders, iso, opened, order, recount, write_history
 from tests.product import message, put, relay_all
@@ -1459,6 +1460,44 @@ def test_text_that_is_no_time_is_told_with_its_column_before_anything_is_written
         assert (str(path) in error.value.detail, "\n" in error.value.detail) == (True, False)
 
 
+@pytest.mark.parametrize(
+    ("moment", "kind"),
+    [
+        (-1, pa.timestamp("us", tz="UTC")),
+        (-62_135_596_800_000_001, pa.timestamp("us")),  # behind the last moment of the year 0
+        (-(2**63) + 1, pa.timestamp("us", tz="UTC")),  # minus infinity
+        ("-0044-03-15T00:00:00Z", pa.string()),
+    ],
+)
+@pytest.mark.spec("ORD-08", "CORE-13")
+def test_history_has_no_times_before_1970_as_live_orders_have_none(
+    tmp_path: Path, moment: int | str, kind: pa.DataType
+) -> None:
+    path = write_history(tmp_path / "h.parquet", [order("1", 0), order("2", 0)])
+    times = pa.array(["1970-01-01T00:00:00Z", moment] if isinstance(moment, str) else pa.array([0, moment]).cast(kind))
+    at = pq.read_schema(path).get_field_index("created_proc")
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        orders.backfill(path, "phone_id")
+        pq.write_table(pq.read_table(path).set_column(at, "created_proc", times), path)
+        with pytest.raises(BadInput, match="1 orders were created before 1970"):
+            orders.backfill(path, "phone_id")
+        (evidence,) = orders.store.read(lambda tx: evidence_of(tx, orders.unit, [Identity("phone_id", "p1")], 0))
+        assert evidence.counted_from == "1970-01-01T00:00:00Z"
+
+
+@pytest.mark.spec("ORD-08", "CORE-13")
+def test_a_file_with_two_columns_of_one_name_is_refused_where_that_is_read(tmp_path: Path) -> None:
+    path = write_history(tmp_path / "h.parquet", [order("1", START - 1, {"phone_id": "p1"})])
+    table, other = pq.read_table(path), pa.array(["other"])
+    with opened(f"sqlite:///{tmp_path / 'x.db'}", start=iso(START)) as orders:
+        pq.write_table(table.append_column("note", other).append_column("note", other), path)
+        orders.backfill(path, "phone_id")
+        pq.write_table(table.append_column("id", other), path)
+        with pytest.raises(BadInput, match=r"h\.parquet has more than one column id"):
+            orders.backfill(path, "phone_id")
+        assert orders.total("phone_id", "p1") == 1
+
+
 @pytest.mark.spec("ORD-08", "CORE-13")
 def test_what_the_engine_cannot_compute_is_told_in_its_words(tmp_path: Path) -> None:
     import ibis
@@ -1857,9 +1896,9 @@ def test_a_split_reads_a_bounded_part_of_history_for_each_step(
     read: list[int] = []
     step = splitting._Splitter._step
 
-    def counted(splitter: Any, job: Any, upto: str, explained: Any) -> Any:
+    def counted(splitter: Any, upto: str, explained: Any) -> Any:
         read.append(len(explained))
-        return step(splitter, job, upto, explained)
+        return step(splitter, upto, explained)
 
     monkeypatch.setattr(splitting._Splitter, "_step", counted)
     monkeypatch.setattr(splitting, "ROWS_MAX", 10)
@@ -1874,6 +1913,21 @@ def test_a_split_reads_a_bounded_part_of_history_for_each_step(
     assert split(with_history.store, with_history.unit, begun, with_history.history(path), cells_max=100).is_done
     assert sum(read) == 4, "what has no old cell is passed over"
     assert with_history.cells() == recount(before, [*DIMENSIONS, "city"], list(ALL))
+
+
+@pytest.mark.spec("ORD-08", "ORD-10")
+def test_a_split_stops_where_the_combinations_of_values_have_no_room(store_url: str, tmp_path: Path) -> None:
+    """As where the wrong column is named, of which every order has its own value."""
+    every = [order(f"{n}", NOW, {"phone_id": f"p{n}"}, tariff="x", city=f"{n}") for n in range(5)]
+    path = write_history(tmp_path / "h.parquet", every)
+    with opened(store_url, slices_max=3) as orders:
+        orders.count(*map(without_city, every))
+        with pytest.raises(BadInput, match="more combinations of values than 3"):
+            orders.add_dimension("city", path)
+        assert [orders.total("phone_id", f"p{n}") for n in range(5)] == [1] * 5
+    with opened(store_url, slices_max=6) as orders:
+        assert orders.add_dimension("city", path).is_done
+        assert orders.cells() == recount(every, [*DIMENSIONS, "city"], ["phone_id"])
 
 
 @pytest.mark.spec("ORD-10")
@@ -1977,6 +2031,45 @@ def test_while_a_dimension_is_added_nothing_else_changes_history(with_history: O
 def take_back(orders: Orders, *order_ids: str) -> list[str]:
     done = orders.store.transact(lambda tx: correct_orders(tx, orders.unit, order_ids, "fraud", "test"))
     return [each.status for each in done]
+
+
+@pytest.mark.spec("ORD-10", "ORD-16")
+def test_of_two_who_split_at_once_the_first_is_refused_and_forgets_no_move_of_the_other(
+    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first has left a cell of one type and is at the next, where the second begins, with a better history."""
+    with opened(postgres_url, identities=["phone_id", "card_id"], dimensions=["tariff"]) as orders:
+        both = order("both", NOW, {"phone_id": "p", "card_id": "c"}, tariff="x", city="riga")
+        other = order("other", NOW, {"phone_id": "p"}, tariff="x", city="riga")
+        orders.count(without_city(both), without_city(other))
+        begun = switch(orders.store, orders.unit, "city")
+        assert begun is not None
+        orders.count(order("new", NOW, {"phone_id": "q"}, tariff="x", city="riga"))  # nobody waits for its slice
+        whole = write_history(tmp_path / "whole.parquet", [both, other])
+        lacking = write_history(tmp_path / "lacking.parquet", [both])
+        at_next, real = threading.Event(), splitting.update
+
+        def second() -> bool:
+            def report(done: int, what: str) -> None:
+                at_next.set()
+
+            return split(orders.store, orders.unit, begun, orders.history(whole), report).is_done
+
+        with ThreadPoolExecutor(1) as pool:
+            running = []
+
+            def update(*given: Any) -> int:
+                if not running:
+                    running.append(pool.submit(second))
+                    at_next.wait(20)
+                return real(*given)
+
+            monkeypatch.setattr(splitting, "update", update)
+            with pytest.raises(LeaseLost, match="another run of split city card_id has taken over"):
+                split(orders.store, orders.unit, begun, orders.history(lacking))
+            assert running[0].result()
+        assert take_back(orders, "both") == ["corrected"]
+        assert (orders.total("phone_id", "p", city="riga"), orders.total("card_id", "c")) == (1, 0)
 
 
 @pytest.mark.spec("ORD-10", "ORD-16")
@@ -2334,6 +2427,30 @@ def test_an_order_taken_back_while_history_is_counted_is_left_out_of_it(store_ur
 
 
 @pytest.mark.spec("ORD-08", "ORD-13", "ORD-16")
+def test_an_order_taken_back_while_the_end_of_a_backfill_is_written_is_left_out_of_it(
+    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On SQLite nobody writes meanwhile."""
+    with opened(postgres_url, identities=["phone_id"], start=iso(START)) as orders:
+        orders.clock.advance(3 * HOUR)
+        orders.count(order("1", START, {"phone_id": "p"}))
+        add_identity(orders.store, orders.unit, "mail", (START + DAY) * 1_000_000)
+        orders.clock.advance(2 * DAY)
+        other = order("2", START - 5, {"mail": "m"})
+        path = write_history(tmp_path / "h.parquet", [order("1", START, {"phone_id": "p", "mail": "m"}), other])
+        waiting, real = ["1"], backfilling._must_be_conserved
+
+        def conserved(*given: Any) -> None:
+            if waiting:
+                assert take_back(orders, waiting.pop()) == ["corrected"]
+            real(*given)
+
+        monkeypatch.setattr(backfilling, "_must_be_conserved", conserved)
+        orders.backfill(path, "mail")
+        assert (orders.total("mail", "m"), is_complete(orders, "mail")) == (1, True)
+
+
+@pytest.mark.spec("ORD-08", "ORD-13", "ORD-16")
 def test_an_order_that_was_taken_back_is_not_lacking_where_history_does_not_have_it(
     store_url: str, tmp_path: Path
 ) -> None:
@@ -2634,6 +2751,25 @@ def test_an_import_is_complete_only_when_all_that_was_refused_or_left_is_said_to
         orders.clock.advance(3 * HOUR)
         import_documents(orders.store, orders.unit, "phone_id", lines(DOCUMENT), "one")
         assert not is_complete(orders), "it was left to history before that was imported"
+
+
+@pytest.mark.spec("ORD-15")
+def test_import_and_backfill_that_begin_at_once_exclude_each_other(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On SQLite nobody writes meanwhile."""
+    with opened(postgres_url, identities=["phone_id"], start=iso(START)) as orders:
+        waiting, real = [orders.unit], orders.unit.stood
+
+        def stood(tx: Transaction) -> Stood:
+            found = real(tx)
+            if waiting:
+                claim(orders.store, waiting.pop(), ["phone_id"], "import")
+            return found
+
+        monkeypatch.setattr(orders.unit, "stood", stood)
+        with pytest.raises(Conflict, match="comes from import, which excludes backfill"):
+            claim(orders.store, orders.unit, ["phone_id"], "backfill")
 
 
 @pytest.mark.spec("ORD-15")

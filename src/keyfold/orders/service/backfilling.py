@@ -281,7 +281,8 @@ class _Filler:
         goes_on = self._history.is_fixed and not is_last
 
         def work(tx: Transaction) -> tuple[bool, Progress]:
-            stands = self._unit.stood(tx).state.by_name[self._kind.name]
+            stood = self._unit.stood(tx)
+            stands = stood.state.by_name[self._kind.name]
             is_changed = stands.taken_back != self._taken_back
             if is_changed and is_last:
                 raise Conflict("orders of history are being taken back meanwhile", hint="Run it again")
@@ -291,7 +292,7 @@ class _Filler:
             self._must_be_named_alike(tx)
             set_cells(tx, self._unit, self._kind, [], after=progress.after, upto=None)
             _must_be_conserved(tx, self._unit, self._kind, progress.numbers.get("orders", 0))
-            finish(tx, self._unit, self._kind, self._started_at_us, lacking)
+            finish(tx, self._unit, stood, self._kind, self._started_at_us, lacking)
             return not stands.is_behind, progress
 
         is_known, stepped = self._store.transact(work, name="backfill", once=True)

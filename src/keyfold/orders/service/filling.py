@@ -84,13 +84,7 @@ def history_part(tx: Transaction, unit: Unit, kind: IdentityType, identities: Se
 def _put(tx: Transaction, unit: Unit, kind: IdentityType, filled: Sequence[Filled]) -> None:
     if not filled:
         return
-    slices = {each.slice_.slice_id: each.slice_ for each in filled}
-    if unit.without_room(tx, list(slices.values())):
-        raise BadInput(
-            f"history has more combinations of values than {unit.settings.slices_max}",
-            hint=f"orders.units.{unit.name}.slices_max bounds them",
-        )
-    unit.keep_slices(tx, list(slices.values()))
+    keep_slices(tx, unit, [each.slice_ for each in filled])
     columns: Columns = {
         **_keys(kind, filled),
         "history_count": [each.count for each in filled],
@@ -98,6 +92,17 @@ def _put(tx: Transaction, unit: Unit, kind: IdentityType, filled: Sequence[Fille
         "history_to_us": [each.to_us for each in filled],
     }
     increment(tx, unit.tables.cells, columns, latest=["history_count", "history_from_us", "history_to_us"])
+
+
+def keep_slices(tx: Transaction, unit: Unit, found: Iterable[Slice]) -> None:
+    """Store the slices of history that are new, where there is room for them."""
+    slices = list({each.slice_id: each for each in found}.values())
+    if unit.without_room(tx, slices):
+        raise BadInput(
+            f"history has more combinations of values than {unit.settings.slices_max}",
+            hint=f"orders.units.{unit.name}.slices_max bounds them",
+        )
+    unit.keep_slices(tx, slices)
 
 
 def _zero(
@@ -140,9 +145,10 @@ def claim(store: Store, unit: Unit, names: Sequence[str], source: Source) -> lis
     """Say what fills the history part of identity types: backfill and import exclude each other."""
 
     def work(tx: Transaction) -> list[IdentityType]:
-        types = claimable(tx, unit, names, source)
+        stood = unit.stood(tx)
+        types = _claimable(stood.state, names, source)
         fresh = [kind.name for kind in types if kind.source != source]
-        _change(tx, unit, unit.stood(tx), {name: {"source": source} for name in fresh})
+        _change(tx, unit, stood, {name: {"source": source} for name in fresh})
         for name in fresh:
             # The other may have been begun, and has filled nothing; now it never will.
             give_up(tx, unit, f"{'import' if source == 'backfill' else 'backfill'} {name}")
@@ -153,7 +159,10 @@ def claim(store: Store, unit: Unit, names: Sequence[str], source: Source) -> lis
 
 def claimable(tx: Transaction, unit: Unit, names: Sequence[str], source: Source) -> list[IdentityType]:
     """The identity types, where nothing else fills the history part of any."""
-    state = unit.stood(tx).state
+    return _claimable(unit.stood(tx).state, names, source)
+
+
+def _claimable(state: UnitState, names: Sequence[str], source: Source) -> list[IdentityType]:
     must_not_be_splitting(state)
     types = [state.identity(name, "identity") for name in names]
     for kind in types:
@@ -212,9 +221,8 @@ def _page_of_left(tx: Transaction, unit: Unit, kind: IdentityType, after: str) -
     return (page[-1].order_id if len(page) == KEPT_ROWS else None), left
 
 
-def finish(tx: Transaction, unit: Unit, kind: IdentityType, filled_at_us: int, lacking: int) -> None:
-    """The history part of a type was filled to its end."""
-    stood = unit.stood(tx)
+def finish(tx: Transaction, unit: Unit, stood: Stood, kind: IdentityType, filled_at_us: int, lacking: int) -> None:
+    """The history part of a type was filled to its end; a state newer than what was decided by is a lost race."""
     must_not_be_splitting(stood.state)
     _change(tx, unit, stood, {kind.name: {"filled_at_us": filled_at_us, "lacking": lacking}})
 

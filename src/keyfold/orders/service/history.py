@@ -98,7 +98,7 @@ class History:
         no_times = [*self._not_times()]
         needed = (ORDER_ID,) if no_times else (ORDER_ID, CREATED_AT)
         wrong = [*no_times, *self._not_there(needed), *self._twice(), *self._unmapped(), *self._misbranded()]
-        wrong += self._not_to_keep()
+        wrong += [*self._too_early(), *self._not_to_keep()]
         if wrong:
             raise BadInput("; ".join(wrong), place="history")
 
@@ -270,6 +270,11 @@ class History:
             if count := int(self._table[name].isnull().sum().fill_null(0).execute()):
                 yield f"{count} orders have no {name}"
 
+    def _too_early(self) -> Iterator[str]:
+        """Live such an order is refused. A time that stands for none may be in a year that nothing can write."""
+        if count := int(self._table.filter(self._table[CREATED_AT] < self._moment(0)).count().execute()):
+            yield f"{count} orders were created before 1970"
+
     def _twice(self) -> Iterator[str]:
         table = self._table
         by_id = table.group_by(ORDER_ID).agg(times=table.count())
@@ -362,6 +367,8 @@ def _must_be_alike(paths: Sequence[Path], columns: Sequence[str], optional: Coll
     types: set[tuple[str, ...]] = set()
     for path in paths:
         schema = _schema(path)
+        if twice := [name for name in columns if schema.names.count(name) > 1]:
+            raise BadInput(f"{path} has more than one column {', '.join(twice)}", place="history")
         found = {name: _field(schema, name) for name in columns}
         types.add(tuple(str(each) for each in found.values()))
         for name, kind in found.items():

@@ -99,9 +99,10 @@ def import_documents(
 
     def end(tx: Transaction) -> int:
         job.step(tx, done)
-        lacking = not_known if is_settled else max(not_known, unit.stood(tx).state.by_name[name].lacking)
+        stood = unit.stood(tx)
+        lacking = not_known if is_settled else max(not_known, stood.state.by_name[name].lacking)
         if is_taken:
-            finish(tx, unit, kind, started_at_us, lacking)
+            finish(tx, unit, stood, kind, started_at_us, lacking)
         else:
             lack(tx, unit, name, lacking)
         return lacking

@@ -31,7 +31,7 @@ from keyfold.orders.model import (
     moved_of,
 )
 from keyfold.orders.service.excluding import Excluded, corrected
-from keyfold.orders.service.filling import Report, behind, must_not_be_splitting, silent
+from keyfold.orders.service.filling import Report, behind, keep_slices, must_not_be_splitting, silent
 from keyfold.orders.service.history import History, HistoryCell
 from keyfold.orders.service.jobs import Job, Progress, progress_of
 from keyfold.orders.service.reading import PARTS
@@ -175,10 +175,11 @@ def split(
     if history is not None:
         history.must_be_sound()
     done = Split(splitting.dimension, False, [], [])
-    for kind in store.read(unit.stood).state.identities:
+    kinds = store.read(unit.stood).state.identities
+    # All are taken over before any is split: a mark tells of all types, and has one writer.
+    for one in [_Splitter(store, unit, splitting, history, kind, cells_max, rest_as_unknown) for kind in kinds]:
         before = sum(each.cells + each.left for each in done.types)
-        one = _Splitter(store, unit, splitting, history, kind, behind(report, before), cells_max, rest_as_unknown)
-        done.types.append(one.run())
+        done.types.append(one.run(behind(report, before)))
         done.unexplained += one.unexplained[: SHOWN_MAX - len(done.unexplained)]
     if not any(each.left for each in done.types):
         done.is_done = store.transact(lambda tx: _finished(tx, unit, splitting), name="finish dimension")
@@ -243,7 +244,6 @@ class _Splitter:
         splitting: Splitting,
         history: History | None,
         kind: IdentityType,
-        report: Report,
         cells_max: int,
         rest_as_unknown: bool,
     ) -> None:
@@ -252,20 +252,15 @@ class _Splitter:
         self._splitting = splitting
         self._history = history
         self._kind = kind
-        self._report = report
         self._cells_max = cells_max
         self._rest_as_unknown = rest_as_unknown
         self.unexplained: list[Unexplained] = []
+        source = history.source if history is not None else ""
+        named = f"split {splitting.dimension} {kind.name}"
+        self._job = Job.begin(store, unit, named, f"{source} {splitting.dimension} {rest_as_unknown}")
 
-    def run(self) -> SplitType:
-        dimension = self._splitting.dimension
-        source = self._history.source if self._history is not None else ""
-        job = Job.begin(
-            self._store,
-            self._unit,
-            f"split {dimension} {self._kind.name}",
-            f"{source} {dimension} {self._rest_as_unknown}",
-        )
+    def run(self, report: Report) -> SplitType:
+        job = self._job
         # What is not read to its end is closed here, not whenever Python finds it: another query may run by then.
         with closing(self._read_history(job.progress.after)) as cells:
             stream = _Ranges(cells, ROWS_MAX)
@@ -273,9 +268,9 @@ class _Splitter:
                 upto, explained = stream.take(identities)
                 if self._history is not None:
                     self._history.must_be_same()
-                self.unexplained += self._step(job, upto, explained)
+                self.unexplained += self._step(upto, explained)
                 looked_at = job.progress.numbers["cells"] + job.progress.numbers["left"]
-                self._report(looked_at, f"cells of {self._kind.name} by {dimension}")
+                report(looked_at, f"cells of {self._kind.name} by {self._splitting.dimension}")
         progress = structs.replace(job.progress, is_done=True)
         self._store.transact(lambda tx: job.step(tx, progress), name="split done")
         numbers = progress.numbers
@@ -317,8 +312,8 @@ class _Splitter:
         is_cut = len(found) == self._cells_max and len(identities) > 1
         return identities[:-1] if is_cut else identities
 
-    def _step(self, job: Job, upto: str, explained: Sequence[HistoryCell]) -> list[Unexplained]:
-        before = job.progress
+    def _step(self, upto: str, explained: Sequence[HistoryCell]) -> list[Unexplained]:
+        job, before = self._job, self._job.progress
 
         def work(tx: Transaction) -> tuple[Progress, list[Unexplained]]:
             if self._unit.stood(tx).state.splitting != self._splitting:
@@ -436,7 +431,7 @@ class _Splitter:
         fresh = {key: parts for key, parts in added.items() if parts[0].count or parts[1].count}
         if not fresh:
             return
-        self._unit.keep_slices(tx, [slice_ for _, slice_ in fresh])
+        keep_slices(tx, self._unit, [slice_ for _, slice_ in fresh])
         increment(
             tx,
             cells,
