@@ -285,6 +285,10 @@ def terminal(request: pytest.FixtureRequest, tmp_path: Path, in_process: Run) ->
 def test_the_commands_fill_history_add_what_is_new_and_take_back(terminal: Terminal) -> None:
     status = terminal.answer("orders", "status")
     start = datetime.fromisoformat(status["identities"][0]["start"]).timestamp()
+    write_history(terminal.directory / "h.parquet", [order("o0", start - 60, tariff="econom")])
+    early = terminal.run("orders", "backfill", "--identity", "phone_id")
+    assert "phone_id: history goes on until " in early.stderr, early.stderr
+    assert [each["is_complete"] for each in terminal.answer("orders", "status")["identities"]] == [False] * 4
     while time.time() < start + 0.1:
         time.sleep(0.1)
     past = [
@@ -295,6 +299,8 @@ def test_the_commands_fill_history_add_what_is_new_and_take_back(terminal: Termi
     filled = terminal.answer("orders", "backfill", "--identity", "phone_id")
     assert [(each["identity"], each["orders"], each["lacking"]) for each in filled] == [("phone_id", 9, 0)]
     told = terminal.run("orders", "backfill", "--identity", "phone_id")
+    assert "history goes on" not in told.stderr
+    assert [each["is_complete"] for each in terminal.answer("orders", "status")["identities"]] == [True] + [False] * 3
     assert "Backfill: orders by phone_id (9 of 9)" in told.stderr
     (read,) = terminal.answer("orders", "query", "phone_id=p1", "--evidence")["data"]
     assert (read["data"][0]["counter_value"], read["evidence"]["history"]) == (3, "backfilled")

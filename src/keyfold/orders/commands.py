@@ -1,5 +1,6 @@
 """The commands of order statistics, in process on the store."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -55,6 +56,7 @@ def status(ctx: typer.Context, unit: UnitOption = "rides") -> Answer:
     What it counts by, its starts, and how far its long work is.
     """
     from keyfold.orders.service.jobs import progress_of
+    from keyfold.orders.service.reading import is_complete
 
     context, own = _unit(ctx, unit)
 
@@ -73,6 +75,7 @@ def status(ctx: typer.Context, unit: UnitOption = "rides") -> Answer:
                     "history": each.source or ("pending" if each.has_history else "none"),
                     "filled_at": None if each.filled_at_us is None else iso(each.filled_at_us),
                     "lacking": max(each.lacking, int(each.is_behind)),
+                    "is_complete": is_complete(each),
                 }
                 for each in stood.state.identities
             ],
@@ -220,9 +223,9 @@ def backfill(
         if each.lacking
     ]
     notes += [f"{each.identity}: more were left to history while it was counted" for each in done if each.is_behind]
-    return Answer(
-        data=done, table=rows, notes=[*notes, *(["Run it again when history has caught up."] if notes else [])]
-    )
+    if notes:
+        notes.append("Run it again when history has caught up.")
+    return Answer(data=done, table=rows, notes=[*notes, *_before_start(context, own, names)])
 
 
 @app.command(name="import")
@@ -259,6 +262,7 @@ def import_(
             "be in it. They were refused, left to it, or in a file that was not imported to its end.",
             "When they are in, or to be left out, import the last file again, or an empty one, with --settled.",
         ]
+    notes += _before_start(context, own, [identity])
     return Answer(data=done, table=rows, lines=[line], notes=notes, exit_code=1 if done.refused else 0)
 
 
@@ -418,6 +422,15 @@ def _unit(ctx: typer.Context, name: str) -> "tuple[Context, Unit]":
 
     context: Context = ctx.obj.product(make=False)
     return context, opened(context)[name]
+
+
+def _before_start(context: Context, own: "Unit", names: Sequence[str]) -> list[str]:
+    """Until a start there can be more history: what was counted before it is no end, though nothing is lacking."""
+    return [
+        f"{each.name}: history goes on until {iso(each.start_us)}, so it is not complete. Run it again after that."
+        for each in context.store.read(own.stood).state.identities
+        if each.name in names and each.start_us and each.filled_at_us and each.filled_at_us < each.start_us
+    ]
 
 
 def _pair(text: str, what: str) -> tuple[str, str]:
