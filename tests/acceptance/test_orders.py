@@ -13,7 +13,7 @@ import requests
 
 from keyfold.orders.service.splitting import switch
 from tests.acceptance.served import LOGS, Served, serving, token_for
-from tests.orders import opened, order, write_history
+from tests.orders import NOW, opened, order, write_history
 
 pytestmark = pytest.mark.spec("ORD-03")
 
@@ -336,6 +336,22 @@ def test_the_commands_fill_history_add_what_is_new_and_take_back(terminal: Termi
     assert terminal.answer("orders", "query", "card_id=c9")["data"][0]["data"][0]["counter_value"] == 7
     corrected = terminal.answer("orders", "correct", "nobody", "--reason", "fraud", code=1)
     assert corrected == [{"order_id": "nobody", "status": "not known"}]
+
+
+@pytest.mark.spec("ORD-11")
+def test_a_redrive_tells_why_orders_stay_set_aside(tmp_path: Path, in_process: Run) -> None:
+    url = f"sqlite:///{tmp_path / 'keyfold.db'}"
+    with opened(url, application_brands={"android": "yataxi"}) as orders:
+        orders.clock.advance(time.time() - NOW)
+        sent = [order(f"o{n}", time.time() - 60, application="new_app" if n else "other", tariff="t") for n in range(3)]
+        assert orders.count(*sent) == ["set_aside"] * 3
+    (tmp_path / "keyfold.toml").write_text("[orders.units.rides]\napplication_brands = {android = 'yataxi'}\n")
+    done = Terminal(tmp_path, url, in_process).run("orders", "redrive")
+    assert done.stdout.strip() == "3 set_aside"
+    assert done.stderr.splitlines() == [
+        "the application 'other' has no brand: 1, the first is o0",
+        "the application 'new_app' has no brand: 2, the first is o1",
+    ]
 
 
 @pytest.mark.spec("ORD-10")

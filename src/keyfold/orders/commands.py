@@ -9,7 +9,7 @@ import msgspec
 import typer
 from msgspec import Struct
 
-from keyfold.core.answer import Answer
+from keyfold.core.answer import Answer, printable
 from keyfold.core.context import Context
 from keyfold.core.errors import BadInput, TooLarge
 from keyfold.core.times import iso, moment_us
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, help="Order statistics: query, check, fill history, add identities and dimensions."
 )
+
+REASONS_MAX = 10  # that a redrive tells of
 
 T = TypeVar("T")
 
@@ -402,19 +404,26 @@ def kept(
 def redrive(ctx: typer.Context, unit: UnitOption = "rides") -> Answer:
     """Count orders again that were set aside.
 
-    For after the settings were mended: an application has its brand now, a hook works.
+    For after the settings were mended: an application has its brand now, a hook works. Tells why the others cannot.
     """
     from keyfold.orders.service.keeping import redrive as driven
 
     context, own = _unit(ctx, unit)
     after: str | None = ""
     counts: dict[str, int] = {}
+    reasons: dict[str, tuple[str, int]] = {}  # why orders did not count: the first of them, and how many
     while after is not None:
         after, verdicts = context.store.transact(partial(driven, unit=own, after=after, limit=1_000), name="redrive")
         for each in verdicts:
             counts[each.status] = counts.get(each.status, 0) + 1
+            if each.reason and (each.reason in reasons or len(reasons) < REASONS_MAX):
+                first, count = reasons.get(each.reason, (each.order_id, 0))
+                reasons[each.reason] = (first, count + 1)
     told = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "none were set aside"
-    return Answer(data=counts, lines=[told])
+    notes = [
+        f"{printable(reason)}: {count}, the first is {printable(first)}" for reason, (first, count) in reasons.items()
+    ]
+    return Answer(data=counts, lines=[told], notes=notes)
 
 
 def _unit(ctx: typer.Context, name: str) -> "tuple[Context, Unit]":
