@@ -402,6 +402,7 @@ def unchanged(served: Served, tmp_path: Path, in_process: Run) -> Terminal:
         (("add-identity", "phone id"), "cannot be the name of an identity type"),
         (("add-identity", "mail", "--start", "2020-01-01T00:00:00Z"), "ahead of now"),
         (("import", "nothing.json", "--identity", "phone_id"), "there is no file nothing.json"),
+        (("import", "/dev/null", "--identity", "phone_id"), "/dev/null is not a plain file"),
         (("kept", "--why", "bored"), "is no reason to keep an order"),
     ],
 )

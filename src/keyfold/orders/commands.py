@@ -249,7 +249,7 @@ def import_(
 
     context, own = _unit(ctx, unit)
     if not path.is_file():
-        raise BadInput(f"there is no file {path}")
+        raise BadInput(f"{path} is not a plain file" if path.exists() else f"there is no file {path}")
     stamp = f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
     with path.open("rb") as documents:
         total = sum(1 for _ in documents)
