@@ -843,6 +843,7 @@ def test_a_catalog_is_shown_by_the_keys_that_counters_share(keyfold: Terminal) -
 def test_a_catalog_that_is_not_named_or_wrong_is_refused_with_what_to_do(keyfold: Terminal) -> None:
     refused(keyfold("counters", "show"), "profiles.catalog", "keyfold counters example > counters.proto")
     refused(keyfold("counters", "show", "absent.proto"), "there is no file absent.proto")
+    refused(keyfold("counters", "show", "."), ". is not a plain file")
     (keyfold.directory / "wrong.proto").write_text(EXAMPLE.read_text().replace("VF_DOUBLE\n", "VF_DUBLE\n"))
     refused(keyfold("counters", "show", "wrong.proto"), "CI_OFFER_REVENUE_SUM: ValueFunction is VF_DUBLE")
 

@@ -13,7 +13,7 @@ import requests
 
 from keyfold.orders.service.splitting import switch
 from tests.acceptance.served import LOGS, Served, serving, token_for
-from tests.orders import opened, order, write_history
+from tests.orders import NOW, opened, order, write_history
 
 pytestmark = pytest.mark.spec("ORD-03")
 
@@ -285,6 +285,10 @@ def terminal(request: pytest.FixtureRequest, tmp_path: Path, in_process: Run) ->
 def test_the_commands_fill_history_add_what_is_new_and_take_back(terminal: Terminal) -> None:
     status = terminal.answer("orders", "status")
     start = datetime.fromisoformat(status["identities"][0]["start"]).timestamp()
+    write_history(terminal.directory / "h.parquet", [order("o0", start - 60, tariff="econom")])
+    early = terminal.run("orders", "backfill", "--identity", "phone_id")
+    assert "phone_id: history goes on until " in early.stderr, early.stderr
+    assert [each["is_complete"] for each in terminal.answer("orders", "status")["identities"]] == [False] * 4
     while time.time() < start + 0.1:
         time.sleep(0.1)
     past = [
@@ -295,6 +299,8 @@ def test_the_commands_fill_history_add_what_is_new_and_take_back(terminal: Termi
     filled = terminal.answer("orders", "backfill", "--identity", "phone_id")
     assert [(each["identity"], each["orders"], each["lacking"]) for each in filled] == [("phone_id", 9, 0)]
     told = terminal.run("orders", "backfill", "--identity", "phone_id")
+    assert "history goes on" not in told.stderr
+    assert [each["is_complete"] for each in terminal.answer("orders", "status")["identities"]] == [True] + [False] * 3
     assert "Backfill: orders by phone_id (9 of 9)" in told.stderr
     (read,) = terminal.answer("orders", "query", "phone_id=p1", "--evidence")["data"]
     assert (read["data"][0]["counter_value"], read["evidence"]["history"]) == (3, "backfilled")
@@ -330,6 +336,22 @@ def test_the_commands_fill_history_add_what_is_new_and_take_back(terminal: Termi
     assert terminal.answer("orders", "query", "card_id=c9")["data"][0]["data"][0]["counter_value"] == 7
     corrected = terminal.answer("orders", "correct", "nobody", "--reason", "fraud", code=1)
     assert corrected == [{"order_id": "nobody", "status": "not known"}]
+
+
+@pytest.mark.spec("ORD-11")
+def test_a_redrive_tells_why_orders_stay_set_aside(tmp_path: Path, in_process: Run) -> None:
+    url = f"sqlite:///{tmp_path / 'keyfold.db'}"
+    with opened(url, application_brands={"android": "yataxi"}) as orders:
+        orders.clock.advance(time.time() - NOW)
+        sent = [order(f"o{n}", time.time() - 60, application="new_app" if n else "other", tariff="t") for n in range(3)]
+        assert orders.count(*sent) == ["set_aside"] * 3
+    (tmp_path / "keyfold.toml").write_text("[orders.units.rides]\napplication_brands = {android = 'yataxi'}\n")
+    done = Terminal(tmp_path, url, in_process).run("orders", "redrive")
+    assert done.stdout.strip() == "3 set_aside"
+    assert done.stderr.splitlines() == [
+        "the application 'other' has no brand: 1, the first is o0",
+        "the application 'new_app' has no brand: 2, the first is o1",
+    ]
 
 
 @pytest.mark.spec("ORD-10")
@@ -380,6 +402,7 @@ def unchanged(served: Served, tmp_path: Path, in_process: Run) -> Terminal:
         (("add-identity", "phone id"), "cannot be the name of an identity type"),
         (("add-identity", "mail", "--start", "2020-01-01T00:00:00Z"), "ahead of now"),
         (("import", "nothing.json", "--identity", "phone_id"), "there is no file nothing.json"),
+        (("import", "/dev/null", "--identity", "phone_id"), "/dev/null is not a plain file"),
         (("kept", "--why", "bored"), "is no reason to keep an order"),
     ],
 )

@@ -274,6 +274,7 @@ def test_the_commands_read_explain_and_export(served: Served, tmp_path: Path, in
     held = json.loads(profiles("explain", "user", "61", "--json").stdout)
     assert [each["key"] for each in held] == [6]
     assert "CI_OFFER_INTEREST_COUNT" in profiles("explain", "user", "61", "--counter", "600").stdout
+    assert "an id must be" in profiles("explain", "user", "").stderr
     done = profiles("export", str(tmp_path / "all.parquet"), "--type", "user")
     assert "profiles are in" in done.stdout, done.stderr
     refused = profiles("export", str(tmp_path / f"{'a' * 250}.parquet"))

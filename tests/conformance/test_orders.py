@@ -1740,6 +1740,19 @@ def test_the_names_of_folders_change_nothing_of_what_lies_in_them(tmp_path: Path
         assert orders.total("phone_id", "p1", tariff="econom") == 1
 
 
+@pytest.mark.spec("ORD-02", "ORD-08")
+def test_a_hook_whose_name_another_took_is_refused_instead_of_left_out(tmp_path: Path) -> None:
+    hooks = tmp_path / "hooks_of_one_name.py"
+    hooks.write_text(
+        "from keyfold.orders.hooks import completed, history\n"
+        "@completed\ndef lower(order):\n    return order\n"
+        "@history\ndef lower(table):\n    return table\n"
+    )
+    url = f"sqlite:///{tmp_path / 'x.db'}"
+    with pytest.raises(SettingsWrong, match="nothing would call lower of line 2"), opened(url, hooks=str(hooks)):
+        pass
+
+
 @pytest.mark.spec("ORD-02", "ORD-07", "ORD-13", "ORD-14")
 def test_an_identity_that_a_hook_adds_is_left_to_history_like_any_other(store_url: str, tmp_path: Path) -> None:
     hooks = tmp_path / "hooks_that_add.py"

@@ -19,6 +19,7 @@ def test_the_python_of_a_page_runs_with_the_example_catalog(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(EXAMPLE, tmp_path / "counters.proto")
+    (tmp_path / "keyfold.toml").write_text("[orders.units.rides]\ndedupe_days = 20\n")  # pages share one file
     monkeypatch.setenv("KEYFOLD_STORE_URL", "sqlite:///pages.db")
     monkeypatch.setenv("KEYFOLD_PROFILES_CATALOG", "counters.proto")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)

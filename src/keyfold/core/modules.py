@@ -3,10 +3,43 @@
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeVar
 
 from keyfold.core.errors import SettingsWrong
+
+_MARKS = "__keyfold_marks__"
+
+T = TypeVar("T")
+
+
+def mark(function: Callable[..., Any], what: object) -> None:
+    """Leave a mark at a function, and in its module, where it is missed once no name leads to the function."""
+    setattr(function, _MARKS, (*_marks_of(function), what))
+    own: dict[str, Any] = getattr(function, "__globals__", {})
+    own.setdefault(_MARKS, []).append((function, what))
+
+
+def marked(module: ModuleType, kind: type[T], place: str) -> list[tuple[Callable[..., Any], T]]:
+    """What is marked in a module, or was imported to it; refused where nothing would call what was marked."""
+    found = [(value, each) for value in vars(module).values() for each in _marks_of(value)]
+    reached = {id(what) for _, what in found}
+    for function, what in vars(module).get(_MARKS, ()):
+        if id(what) not in reached:
+            raise SettingsWrong(
+                f"nothing would call {function.__name__} of line {function.__code__.co_firstlineno}: "
+                f"no name of {module.__name__} leads to it any more",
+                place=place,
+                hint="Give each function a name of its own, at the top level of the module",
+            )
+    return [(value, each) for value, each in found if isinstance(each, kind)]
+
+
+def _marks_of(value: object) -> tuple[object, ...]:
+    marks = getattr(value, _MARKS, ())
+    return marks if isinstance(marks, tuple) else ()  # some objects of a module have every attribute
 
 
 def load(where: str, place: str) -> ModuleType:
@@ -24,7 +57,7 @@ def load(where: str, place: str) -> ModuleType:
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
         return module
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         what = place.rpartition(".")[2]
         raise SettingsWrong(f"the {what} cannot be loaded: {type(error).__name__}: {error}", place=place) from error
 

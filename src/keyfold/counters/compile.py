@@ -76,7 +76,7 @@ def load(path: str | Path) -> Catalog:
 
 def _compiled(path: Path) -> Compiled:
     if not path.is_file():
-        raise CatalogWrong([f"there is no file {path}"])
+        raise CatalogWrong([f"{path} is not a plain file" if path.exists() else f"there is no file {path}"])
     return compiled(path) if path.suffix == ".proto" else Compiled(path.read_bytes(), [], {}, set())
 
 

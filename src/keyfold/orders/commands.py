@@ -1,5 +1,6 @@
 """The commands of order statistics, in process on the store."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -8,7 +9,7 @@ import msgspec
 import typer
 from msgspec import Struct
 
-from keyfold.core.answer import Answer
+from keyfold.core.answer import Answer, printable
 from keyfold.core.context import Context
 from keyfold.core.errors import BadInput, TooLarge
 from keyfold.core.times import iso, moment_us
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, help="Order statistics: query, check, fill history, add identities and dimensions."
 )
+
+REASONS_MAX = 10  # that a redrive tells of
 
 T = TypeVar("T")
 
@@ -55,6 +58,7 @@ def status(ctx: typer.Context, unit: UnitOption = "rides") -> Answer:
     What it counts by, its starts, and how far its long work is.
     """
     from keyfold.orders.service.jobs import progress_of
+    from keyfold.orders.service.reading import is_complete
 
     context, own = _unit(ctx, unit)
 
@@ -73,6 +77,7 @@ def status(ctx: typer.Context, unit: UnitOption = "rides") -> Answer:
                     "history": each.source or ("pending" if each.has_history else "none"),
                     "filled_at": None if each.filled_at_us is None else iso(each.filled_at_us),
                     "lacking": max(each.lacking, int(each.is_behind)),
+                    "is_complete": is_complete(each),
                 }
                 for each in stood.state.identities
             ],
@@ -220,9 +225,9 @@ def backfill(
         if each.lacking
     ]
     notes += [f"{each.identity}: more were left to history while it was counted" for each in done if each.is_behind]
-    return Answer(
-        data=done, table=rows, notes=[*notes, *(["Run it again when history has caught up."] if notes else [])]
-    )
+    if notes:
+        notes.append("Run it again when history has caught up.")
+    return Answer(data=done, table=rows, notes=[*notes, *_before_start(context, own, names)])
 
 
 @app.command(name="import")
@@ -244,7 +249,7 @@ def import_(
 
     context, own = _unit(ctx, unit)
     if not path.is_file():
-        raise BadInput(f"there is no file {path}")
+        raise BadInput(f"{path} is not a plain file" if path.exists() else f"there is no file {path}")
     stamp = f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
     with path.open("rb") as documents:
         total = sum(1 for _ in documents)
@@ -259,6 +264,7 @@ def import_(
             "be in it. They were refused, left to it, or in a file that was not imported to its end.",
             "When they are in, or to be left out, import the last file again, or an empty one, with --settled.",
         ]
+    notes += _before_start(context, own, [identity])
     return Answer(data=done, table=rows, lines=[line], notes=notes, exit_code=1 if done.refused else 0)
 
 
@@ -398,20 +404,27 @@ def kept(
 def redrive(ctx: typer.Context, unit: UnitOption = "rides") -> Answer:
     """Count orders again that were set aside.
 
-    For after the settings were mended: an application has its brand now, a hook works.
+    For after the settings were mended: an application has its brand now, a hook works. Tells why the others cannot.
     """
     from keyfold.orders.service.keeping import redrive as driven
 
     context, own = _unit(ctx, unit)
     after: str | None = ""
     counts: dict[str, int] = {}
+    reasons: dict[str, tuple[str, int]] = {}  # why orders did not count: the first of them, and how many
     while after is not None:
         after, verdicts = context.store.transact(partial(driven, unit=own, after=after, limit=1_000), name="redrive")
         for each in verdicts:
             counts[each.status] = counts.get(each.status, 0) + 1
+            if each.reason and (each.reason in reasons or len(reasons) < REASONS_MAX):
+                first, count = reasons.get(each.reason, (each.order_id, 0))
+                reasons[each.reason] = (first, count + 1)
     told = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "none were set aside"
-    stay = {"set_aside", "conflict"} & counts.keys()
-    notes = [f"Those that stay: keyfold orders kept --why set_aside --unit {unit}"] if stay else []
+    notes = [
+        f"{printable(reason)}: {count}, the first is {printable(first)}" for reason, (first, count) in reasons.items()
+    ]
+    if {"set_aside", "conflict"} & counts.keys():
+        notes.append(f"Those that stay: keyfold orders kept --why set_aside --unit {unit}")
     return Answer(data=counts, lines=[told], notes=notes)
 
 
@@ -420,6 +433,15 @@ def _unit(ctx: typer.Context, name: str) -> "tuple[Context, Unit]":
 
     context: Context = ctx.obj.product(make=False)
     return context, opened(context)[name]
+
+
+def _before_start(context: Context, own: "Unit", names: Sequence[str]) -> list[str]:
+    """Until a start there can be more history: what was counted before it is no end, though nothing is lacking."""
+    return [
+        f"{each.name}: history goes on until {iso(each.start_us)}, so it is not complete. Run it again after that."
+        for each in context.store.read(own.stood).state.identities
+        if each.name in names and each.start_us and each.filled_at_us and each.filled_at_us < each.start_us
+    ]
 
 
 def _pair(text: str, what: str) -> tuple[str, str]:

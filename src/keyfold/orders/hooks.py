@@ -9,15 +9,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from msgspec import Struct
+
 from keyfold.core import modules
 from keyfold.core.errors import SettingsWrong
 from keyfold.orders.model import CompletedOrder
 
-_MARK = "__keyfold_orders_hook__"
-
 Completed = Callable[[CompletedOrder], CompletedOrder | None]
 History = Callable[[Any], Any]  # an Ibis table to an Ibis table
 H = TypeVar("H", bound=Callable[..., Any])
+
+
+class _Hook(Struct, frozen=True):
+    """The mark of a hook."""
+
+    kind: str
 
 
 def completed(function: H) -> H:
@@ -25,13 +31,13 @@ def completed(function: H) -> H:
 
     Identities and properties may change; the id of the order and its moment may not.
     """
-    setattr(function, _MARK, "completed")
+    modules.mark(function, _Hook("completed"))
     return function
 
 
 def history(function: H) -> H:
     """The table of history passes through it before it is read, with the columns named as in the settings."""
-    setattr(function, _MARK, "history")
+    modules.mark(function, _Hook("history"))
     return function
 
 
@@ -49,7 +55,7 @@ def load(where: str, place: str) -> Hooks:
     if not where:
         return Hooks()
     module = modules.load(where, place)
-    found = _marked(module)
+    found = _marked(module, place)
     if not found:
         raise SettingsWrong(f"there are no hooks in {where}", place=place, hint="Decorate functions with @completed")
     return Hooks(found.get("completed"), found.get("history"), _source(module, found.values()))
@@ -68,12 +74,10 @@ def _text(module: ModuleType) -> str:
         return module.__name__
 
 
-def _marked(module: ModuleType) -> dict[str, Callable[..., Any]]:
+def _marked(module: ModuleType, place: str) -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
-    for value in vars(module).values():
-        kind = getattr(value, _MARK, None)
-        if isinstance(kind, str):
-            if found.get(kind, value) is not value:
-                raise SettingsWrong(f"there are two hooks of kind {kind}", place=module.__name__)
-            found[kind] = value
+    for function, hook in modules.marked(module, _Hook, place):
+        if found.get(hook.kind, function) is not function:
+            raise SettingsWrong(f"there are two hooks of kind {hook.kind}", place=module.__name__)
+        found[hook.kind] = function
     return found

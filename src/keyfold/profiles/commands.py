@@ -89,12 +89,14 @@ def explain(
     key: Annotated[int | None, typer.Option(min=0, help="This key only.")] = None,
 ) -> Answer:
     """Tell what of a profile is held back, since when, until when, and what it waits for."""
+    from keyfold.profiles.model import profile_id_of
     from keyfold.profiles.service.explaining import explain as explained
 
     product, context = _product(ctx)
     _must_be_type(product, profile_type)
     which = None if counter is None else _counter(counter)
-    held = context.store.snapshot(lambda tx: explained(tx, product, (profile_type, profile_id), which, key))
+    profile = (profile_type, profile_id_of(profile_id))
+    held = context.store.snapshot(lambda tx: explained(tx, product, profile, which, key))
     table = [
         {
             "counter": each.counter or each.counter_id,

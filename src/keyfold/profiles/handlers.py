@@ -13,7 +13,6 @@ from keyfold.counters.errors import CounterReadOnly, CounterUnknown, UpdateRefus
 from keyfold.counters.keys import owner_of
 from keyfold.counters.model import VALUE_MAX, Number, must_be_value
 
-_MARK = "__keyfold_handlers__"
 _WHOLE_MIN, _WHOLE_MAX = -int(VALUE_MAX), int(VALUE_MAX)  # a whole number is compared quicker with its like
 _CHECKED_FROM = Kind.FIXED32  # kinds that take only some of the finite numbers
 
@@ -146,6 +145,8 @@ class Handler(Struct, frozen=True):
 
 def handler(log: str, profile_type: str = "user", *, profile_id: str = "profile_id") -> Callable[[H], H]:
     """Register a function for a log and a profile type; it may be registered for several."""
+    if not all(isinstance(each, str) and each for each in (log, profile_type, profile_id)):
+        raise TypeError('a handler names its log, the type of its profiles and their field as text: @handler("visit")')
 
     def register(function: H) -> H:
         if any(waits(function) for waits in (iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)):
@@ -153,8 +154,7 @@ def handler(log: str, profile_type: str = "user", *, profile_id: str = "profile_
                 f"the handler {function.__name__} is called and not awaited or iterated, so nothing of it would run; "
                 "write it with def, without async and yield"
             )
-        made = [*getattr(function, _MARK, ()), Handler(log, profile_type, profile_id, function)]
-        setattr(function, _MARK, made)
+        modules.mark(function, Handler(log, profile_type, profile_id, function))
         return function
 
     return register
@@ -187,7 +187,7 @@ def load(where: str) -> Handlers:
     if not where:
         return Handlers()
     module = modules.load(where, "profiles.handlers")
-    found = [each for value in vars(module).values() for each in getattr(value, _MARK, ())]
+    found = [each for _, each in modules.marked(module, Handler, "profiles.handlers")]
     if not found:
         raise SettingsWrong(
             f"there are no handlers in {where}", place="profiles.handlers", hint="Decorate functions with @handler"

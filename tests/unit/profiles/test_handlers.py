@@ -93,6 +93,7 @@ def test_a_function_may_be_registered_for_several_logs_and_types(tmp_path: Path)
         ("x = 1", "there are no handlers"),
         ("import nowhere", "ModuleNotFoundError"),
         ("def (", "SyntaxError"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
         *[
             (f"from keyfold.profiles import handler\n@handler('a')\n{own}", "own is called and not awaited")
             for own in (
@@ -110,6 +111,33 @@ def test_a_module_that_cannot_be_used_is_said_in_one_line(tmp_path: Path, text: 
         load(str(file))
     with pytest.raises(SettingsWrong, match="No module named"):
         load("no.such.module")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("@handler\ndef other(event, updates): pass", r'as text: @handler\("visit"\)'),
+        ("@handler(['a', 'b'])\ndef other(event, updates): pass", "as text"),
+        ("@handler('')\ndef other(event, updates): pass", "as text"),
+        ("@handler('b')\ndef own(event, updates): pass", "nothing would call own of line 3"),
+        ("own = None", "nothing would call own of line 3"),
+        ("class Own:\n    @handler('b')\n    def other(event, updates): pass", "nothing would call other of line 6"),
+    ],
+)
+def test_no_handler_is_lost_without_a_word(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(f"from keyfold.profiles import handler\n\n@handler('a')\ndef own(event, updates): pass\n{text}\n")
+    with pytest.raises(SettingsWrong, match=said):
+        load(str(file))
+
+
+def test_a_module_may_hold_objects_that_have_every_attribute(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from unittest.mock import MagicMock\nfrom keyfold.profiles import handler\nanything = MagicMock()\n"
+        "@handler('a')\ndef own(event, updates): pass\n"
+    )
+    assert load(str(file)).logs == ["a"]
 
 
 def test_the_decorator_leaves_the_function_as_it_is() -> None:

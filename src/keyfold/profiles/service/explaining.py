@@ -4,9 +4,12 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
+from keyfold.core.clock import SECOND_US
 from keyfold.core.store import Transaction
+from keyfold.core.times import iso
 from keyfold.counters.counters import Counters
 from keyfold.counters.errors import PackWrong
+from keyfold.counters.model import TIME_MAX
 from keyfold.profiles.model import Held, ProfileKey
 from keyfold.profiles.service.holding import Place, held_at
 from keyfold.profiles.service.product import Product
@@ -92,13 +95,18 @@ def _waits_for(held: Held, waiting: Sequence[Held], public_time: int | None, mer
     sources += [] if public_time is None else [public_time]
     if any(abs(time - held.time) < merge_seconds for time in sources):
         return "the next event of this key, which releases it if its profile has room: it has a source"
-    within = f"between {held.time - merge_seconds + 1} and {held.time + merge_seconds - 1}"
+    within = f"between {_when(held.time - merge_seconds + 1)} and {_when(held.time + merge_seconds - 1)}"
     others = {each.owner for each in waiting} - {held.owner}
     seen = []
     if public_time is not None:
-        seen.append(f"the public key is at {public_time}")
+        seen.append(f"the public key is at {_when(public_time)}")
     if others:
         seen.append(f"{len(others)} other owner{'s' if len(others) > 1 else ''} too far away in time")
     return f"an update of this key without an owner, or of another owner, {within}" + (
         f" ({'; '.join(seen)})" if seen else ""
     )
+
+
+def _when(seconds: int) -> str:
+    """A moment as people read it, of those that an event can have."""
+    return iso(min(max(seconds, 1), TIME_MAX) * SECOND_US)
