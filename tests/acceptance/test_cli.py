@@ -837,6 +837,7 @@ def test_a_catalog_is_shown_by_the_keys_that_counters_share(keyfold: Terminal) -
         assert isinstance(one, dict)
         assert (one["id"], one["shares_keys_with"], one["usage_restriction"]) == (539, [540], "UR_METRIKA_OWNED")
     refused(keyfold("counters", "show", str(EXAMPLE), "--counter", "CI_NOPE"), "no counter CI_NOPE")
+    refused(keyfold("counters", "show", str(EXAMPLE), "--counter", "9" * 5_000), "there is no counter 999")
 
 
 @pytest.mark.spec("CNT-02")

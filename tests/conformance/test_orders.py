@@ -457,6 +457,8 @@ def test_the_brand_comes_from_the_application_and_an_unmapped_one_is_set_aside(s
         _, verdicts = orders.store.transact(lambda tx: redrive(tx, orders.unit, "", 100))
         assert [(each.order_id, each.status) for each in verdicts] == [("3", "set_aside")]
         assert "there is no property 'application'" in verdicts[0].reason
+    with pytest.raises(SettingsWrong, match="application_brands"), opened(store_url, application_brands={"web": ""}):
+        """Nobody could ask for an empty brand."""
 
 
 @pytest.mark.spec("ORD-05", "ORD-11")

@@ -591,6 +591,8 @@ def test_a_client_receives_what_its_configuration_and_grants_name(profiles: Prof
     assert [pack.counter_ids for pack in profiles.read(1, view=plain).packs] == [[OFFER, OFFER_TIME]]
     granted = view_of(profiles.product, UNRESTRICTED, [539])
     assert [pack.counter_ids for pack in profiles.read(1, view=granted).packs] == [[539]]
+    by_both = view_of(profiles.product, ClientView(), [539, profiles.product.catalog[539].name])
+    assert [left.counter_id for left in by_both.left_out] == [539]
     narrow = view_of(profiles.product, ClientView(counters=[OFFER]), [OFFER, 539, OFFER_TIME])
     assert {left.counter_id: left.reason for left in narrow.left_out} == {
         539: "needs a grant for UR_METRIKA_OWNED",

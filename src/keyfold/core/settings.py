@@ -180,8 +180,9 @@ def _validated(
         match = re.search(r"`\$\.([a-z_]+)", str(error))
         name = f"{section}.{match.group(1)}" if match else section
         source = given.get(name, (None, "settings"))[1]
-        reason = re.sub(r" - at `.*`$", "", str(error))
-        raise SettingsWrong(f"{name}: {reason}", place=source, hint="`keyfold settings` lists every setting") from None
+        reason, _, path = str(error).partition(" - at `$.")
+        where = f"{section}.{path.rstrip('`')}" if path else name
+        raise SettingsWrong(f"{where}: {reason}", place=source, hint="`keyfold settings` lists every setting") from None
 
 
 def _from_file(kinds: Mapping[str, type[Struct]], file: Path | None) -> dict[str, tuple[object, str]]:

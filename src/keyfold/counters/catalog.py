@@ -11,6 +11,7 @@ from keyfold.counters.errors import CatalogWrong, CounterUnknown
 
 UINT64_MAX = 2**64 - 1
 DAY_SECONDS = 86_400
+DIGITS_MAX = 20
 
 
 class Kind(IntEnum):
@@ -83,6 +84,11 @@ class Group(Struct, frozen=True, kw_only=True):
         return tuple(sorted([counter.id for counter in self.values] + ([self.time.id] if self.time else [])))
 
 
+def id_or_name(given: str) -> int | str:
+    """What a person wrote to name a counter; what no number of a counter can be is a name that nothing has."""
+    return int(given) if given.isascii() and given.isdecimal() and len(given) <= DIGITS_MAX else given
+
+
 class Catalog:
     """Counters by id and by name, and their groups. Checked when it is made: all mistakes are reported at once."""
 
@@ -97,7 +103,7 @@ class Catalog:
     def __getitem__(self, which: int | str) -> Counter:
         found = self.counters.get(which) if isinstance(which, int) else self.by_name.get(which)
         if found is None:
-            raise CounterUnknown(f"there is no counter {which}", hint="`keyfold counters show` lists them")
+            raise CounterUnknown(f"there is no counter {which!s:.100}", hint="`keyfold counters show` lists them")
         return found
 
     def __contains__(self, counter_id: int) -> bool:

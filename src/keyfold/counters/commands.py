@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from keyfold.core.answer import Answer
 from keyfold.core.errors import SettingsWrong
-from keyfold.counters.catalog import VALUE_FUNCTIONS, Catalog, Counter, Group
+from keyfold.counters.catalog import VALUE_FUNCTIONS, Catalog, Counter, Group, id_or_name
 from keyfold.counters.compile import EXAMPLE, load
 from keyfold.counters.lint import SEVERITIES, Finding, keys_of
 from keyfold.counters.lint import lint as compared
@@ -59,7 +59,7 @@ def show(
     """
     loaded = load(catalog or _catalog_in_force(ctx))
     if counter is not None:
-        one = _shown(loaded[int(counter) if counter.isascii() and counter.isdecimal() else counter], loaded)
+        one = _shown(loaded[id_or_name(counter)], loaded)
         return Answer(data=one, lines=_details(one))
     rows = [_shown(each, loaded) for group in _ordered(loaded) for each in _members(group)]
     return Answer(data=rows, lines=[line for group in _ordered(loaded) for line in _block(group)])

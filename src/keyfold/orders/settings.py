@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from keyfold.core.settings import Section
+from keyfold.orders.model import Value
 
 UNIT_NAME = r"^[a-z][a-z0-9_]{0,29}$"
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,62}$")]
@@ -53,7 +54,7 @@ class UnitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     identities: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=30)] = RIDES_IDENTITIES
     dimensions: Annotated[tuple[Name, ...], Meta(max_length=30)] = RIDES_DIMENSIONS
     start: str = ""  # ISO 8601: where there is history, live counting begins with orders created from then on
-    application_brands: dict[str, str] = {}  # the brand of an application
+    application_brands: dict[str, Value] = {}  # the brand of an application
     mixed_brand: str = ""  # in older documents: the brand of counts that name none
     dedupe_days: Annotated[int, Meta(ge=1, le=3650)] = 30  # an order is known for so long; older ones are late
     keep_days: Annotated[int, Meta(ge=1, le=3650)] = 90  # how long orders that were not counted can be listed

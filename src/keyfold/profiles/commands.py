@@ -51,7 +51,7 @@ def get(
     now: Annotated[bool, typer.Option("--now", help="Values decayed to now, not as of each key's time.")] = False,
 ) -> Answer:
     """Read a profile, or several of one person merged: every counter, and nothing that is held back."""
-    from keyfold.counters.catalog import Kind
+    from keyfold.counters.catalog import Kind, id_or_name
     from keyfold.profiles.model import profile_id_of
     from keyfold.profiles.service.reading import read_profiles, view_of
     from keyfold.profiles.settings import ClientView
@@ -60,7 +60,7 @@ def get(
     everything = ClientView(
         restrictions=tuple(c.restriction for c in product.catalog.counters.values() if c.restriction)
     )
-    view = view_of(product, everything, [_counter(each) for each in counter] if counter else None, at_now=now)
+    view = view_of(product, everything, [id_or_name(each) for each in counter] if counter else None, at_now=now)
     _must_be_type(product, profile_type)
     keys = [(profile_type, profile_id_of(each)) for each in ids]
     (read,) = context.store.snapshot(lambda tx: read_profiles(tx, product, [(keys, view)]))
@@ -89,12 +89,13 @@ def explain(
     key: Annotated[int | None, typer.Option(min=0, help="This key only.")] = None,
 ) -> Answer:
     """Tell what of a profile is held back, since when, until when, and what it waits for."""
+    from keyfold.counters.catalog import id_or_name
     from keyfold.profiles.model import profile_id_of
     from keyfold.profiles.service.explaining import explain as explained
 
     product, context = _product(ctx)
     _must_be_type(product, profile_type)
-    which = None if counter is None else _counter(counter)
+    which = None if counter is None else id_or_name(counter)
     profile = (profile_type, profile_id_of(profile_id))
     held = context.store.snapshot(lambda tx: explained(tx, product, profile, which, key))
     table = [
@@ -174,10 +175,6 @@ def _product(ctx: typer.Context) -> "tuple[Product, Context]":
 
     context: Context = ctx.obj.product(make=False)
     return opened(context), context
-
-
-def _counter(given: str) -> int | str:
-    return int(given) if given.isascii() and given.isdecimal() else given
 
 
 def _must_be_type(product: "Product", profile_type: str) -> None:

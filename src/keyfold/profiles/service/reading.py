@@ -73,7 +73,8 @@ def view_of(
     """What a client receives of what it asked for; what it does not is listed with the reason."""
     catalog = product.catalog
     configured = None if client.counters is None else {catalog[each].id for each in client.counters}
-    asked = [catalog[each] for each in wanted] if wanted is not None else list(catalog.counters.values())
+    named = catalog.counters.values() if wanted is None else map(catalog.__getitem__, wanted)
+    asked = {each.id: each for each in named}.values()  # by id and by name it is one counter
     given: set[int] = set()
     left_out: list[LeftOut] = []
     for counter in asked:
