@@ -11,7 +11,8 @@ from keyfold.profiles.service import folding
 
 
 def main() -> None:
-    product: Any = SimpleNamespace(catalog=load(EXAMPLE), settings=SimpleNamespace(kernel="numba"))
+    catalog = load(EXAMPLE)
+    product: Any = SimpleNamespace(catalog=catalog, writable=catalog, settings=SimpleNamespace(kernel="numba"))
     folding.warm(product)
 
 
