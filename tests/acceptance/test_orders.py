@@ -351,6 +351,7 @@ def test_a_redrive_tells_why_orders_stay_set_aside(tmp_path: Path, in_process: R
     assert done.stderr.splitlines() == [
         "the application 'other' has no brand: 1, the first is o0",
         "the application 'new_app' has no brand: 2, the first is o1",
+        "Those that stay: keyfold orders kept --why set_aside --unit rides",
     ]
 
 
