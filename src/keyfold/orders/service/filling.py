@@ -37,7 +37,8 @@ def set_cells(
 ) -> None:
     """Set the history part of every cell of the identities behind `after` up to `upto`; what is not given is zero."""
     _put(tx, unit, kind, filled)
-    _zero(tx, unit, kind, filled, _within(unit.tables.cells.c.identity_value, after, upto))
+    with batch.hashed(tx):
+        _zero(tx, unit, kind, filled, _within(unit.tables.cells.c.identity_value, after, upto))
 
 
 def vanished(
@@ -57,7 +58,8 @@ def vanished(
     gone = gone.where(*_within(value, after, upto))
     if there:
         gone = gone.where(~batch.is_among(tx, cells, {"identity_value": list(there)}))
-    return list(tx.execute(gone.order_by(value).limit(limit)).scalars())
+    with batch.hashed(tx):
+        return list(tx.execute(gone.order_by(value).limit(limit)).scalars())
 
 
 def _within(value: sa.Column[str], after: str | None, upto: str | None) -> list[sa.ColumnElement[bool]]:
