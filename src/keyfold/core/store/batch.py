@@ -186,7 +186,7 @@ def hashed(tx: Transaction) -> Iterator[None]:
     """Let PostgreSQL compare rows with a batch by their hashes: for a statement that has found the rows by an index.
 
     Of a table that was not analyzed since it was filled it expects a row or two, and compares each with each: 10,000
-    cells with 10,000 took a second instead of 10 ms.
+    cells with 10,000 took a second.
     """
     if tx.is_sqlite:
         yield
